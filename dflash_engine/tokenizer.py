@@ -1,0 +1,148 @@
+"""Text to token ids and back, whole or as a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from dflash_engine.errors import BadPrompt, ConfigError
+from dflash_engine.request import Message
+
+if TYPE_CHECKING:
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LONGEST_WAIT = 16
+"""Tokens after which a run of undecodable bytes is shown as it is; a code point has four at most."""
+
+
+class Tokenizer:
+    """One model's tokenizer and chat template. Safe to use from several threads."""
+
+    def __init__(self, fast: PreTrainedTokenizerFast) -> None:
+        self._fast = fast
+        # The backend itself, without truncation and padding, has no state that a call changes.
+        self._backend: tokenizers.Tokenizer = fast.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._special = frozenset(
+            token for token, added in self._backend.get_added_tokens_decoder().items() if added.special
+        )
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read the tokenizer files of a model folder. Raises `ConfigError`."""
+        from transformers import AutoTokenizer  # seconds of import, which nobody else here needs
+
+        try:
+            fast: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
+            raise ConfigError(f"no tokenizer can be read from {folder}: {_first_line(error)}") from error
+        if not fast.is_fast:
+            raise ConfigError(f"the tokenizer in {folder} has no tokenizer.json form, which streaming needs")
+        return cls(fast)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that have a text; the model's vocabulary may be larger."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own end token, if it has one; the model's configuration may name more."""
+        token = self._fast.eos_token_id
+        return () if token is None else (token,)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        The chat template writes all special tokens itself; none is added. Raises `BadPrompt` where
+        there is no template, or where it does not accept these messages.
+        """
+        from jinja2 import TemplateError
+
+        if not self._fast.chat_template:
+            raise BadPrompt("the model has no chat template; give the prompt as text instead of messages")
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._fast.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, ValueError, TypeError) as error:
+            raise BadPrompt(
+                f"the model's chat template refuses the messages: {_first_line(error)}"
+            ) from error
+        assert isinstance(text, str)
+        return self._encode(text, add_special_tokens=False)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of raw text, with the special tokens that the tokenizer adds to a text."""
+        return self._encode(text, add_special_tokens=True)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids; special tokens and ids without text give none."""
+        return self._backend.decode(list(tokens), skip_special_tokens=True)
+
+    def stream(self) -> Detokenizer:
+        """A decoder for one answer, token by token."""
+        return Detokenizer(self._backend, self._special)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise BadPrompt("the prompt is not valid Unicode: it holds half of a surrogate pair") from error
+        return encoding.ids
+
+
+class Detokenizer:
+    """Text of one answer in pieces of whole code points, as tokens come in.
+
+    All pieces and `flush` together are the text of `Tokenizer.decode`. Text is held back while it
+    ends in bytes that may be the beginning of a code point. The window that is decoded at each push
+    begins at the last place but one where nothing was held back: a decoder may treat the first
+    token of a text in its own way, so the new tokens are never the first.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special: frozenset[int]) -> None:
+        self._backend = backend
+        self._special = special
+        self._window: list[int] = []
+        self._num_context = 0
+        """Tokens of the window whose text is out already."""
+        self._num_shown = 0
+        """Code points of the window's text that are out already."""
+
+    def push(self, token: int) -> str:
+        """The text that is certain now and has not been returned yet."""
+        if token in self._special or self._backend.id_to_token(token) is None:
+            return ""
+        self._window.append(token)
+        text = self._text()
+        held = len(text) - len(text.rstrip(REPLACEMENT))
+        if held and len(self._window) - self._num_context <= LONGEST_WAIT:
+            return self._show(text[: len(text) - held])
+        piece = self._show(text)
+        # The context must have a text, or the next token would be a first one after all.
+        if text:
+            self._window = self._window[self._num_context :]
+            self._num_context = len(self._window)
+            self._num_shown = len(self._text())
+        return piece
+
+    def flush(self) -> str:
+        """What is left at the end of the answer, undecodable bytes included."""
+        return self._show(self._text())
+
+    def _show(self, text: str) -> str:
+        piece = text[self._num_shown :]
+        self._num_shown = max(self._num_shown, len(text))
+        return piece
+
+    def _text(self) -> str:
+        return self._backend.decode(self._window, skip_special_tokens=False)
+
+
+def _first_line(error: Exception) -> Any:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

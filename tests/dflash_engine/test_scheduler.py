@@ -1,0 +1,203 @@
+"""What a step computes: chunks, drafts, and who gets the budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflash_engine.errors import ConfigError
+from dflash_engine.plan import RowCommit
+from dflash_engine.request import Priority
+from tests.dflash_engine.schedules import NEXT, add, fed, plan, scheduler, step
+
+
+def test_a_pool_too_small_for_the_longest_sequence_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"holds 64 tokens.* need 68 .*kv_cache_tokens.*max_model_len"):
+        scheduler(num_blocks=16)
+    scheduler(num_blocks=17)
+
+
+def test_with_no_sequence_there_is_no_plan() -> None:
+    engine = scheduler()
+    assert engine.plan() is None
+    add(engine, 1, 3)
+    step(engine, finished=(1,))
+    assert engine.plan() is None
+    assert engine.stats().free_blocks == 200
+
+
+def test_a_long_prompt_is_fed_in_chunks_and_only_the_last_one_samples() -> None:
+    engine = scheduler(max_step_tokens=10)
+    add(engine, 1, 23)
+    rows = [step(engine)[1] for _ in range(3)]
+    assert [(row.start, len(row.tokens), row.sample) for row in rows] == [
+        (0, 10, False),
+        (10, 10, False),
+        (20, 3, True),
+    ]
+    assert sum((row.tokens for row in rows), ()) == tuple(range(100, 123))
+
+
+def test_the_next_row_begins_with_the_last_committed_token() -> None:
+    engine = scheduler()
+    add(engine, 1, 6)
+    step(engine)
+    row = step(engine, accepted=2)[1]
+    assert (row.start, row.tokens, row.num_draft, row.sample) == (6, (NEXT,), 3, True)
+    row = plan(engine)[1]
+    assert (row.start, row.tokens) == (9, (NEXT,))
+    assert (row.prompt, list(row.output)) == (tuple(range(100, 106)), [NEXT] * 4)
+
+
+def test_nothing_is_drafted_that_max_tokens_would_cut_off() -> None:
+    engine = scheduler()
+    add(engine, 1, 6, max_tokens=4)
+    step(engine)
+    assert step(engine)[1].num_draft == 2
+    assert step(engine)[1].num_draft == 1
+    assert step(engine, finished=(1,))[1].num_draft == 0
+
+
+def test_nothing_is_drafted_where_the_block_would_pass_the_models_length() -> None:
+    engine = scheduler(max_model_len=16, block_length=4)
+    add(engine, 1, 11, max_tokens=99)
+    rows = [step(engine)[1] for _ in range(4)]
+    assert [(row.start, row.num_draft) for row in rows] == [(0, 0), (11, 3), (12, 2), (13, 0)]
+
+
+def test_block_length_one_decodes_plainly() -> None:
+    engine = scheduler(block_length=1)
+    add(engine, 1, 6)
+    assert [fed(step(engine))[1] for _ in range(3)] == [(6, 0), (1, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("max_tokens", [20, 3])
+def test_a_drafting_row_has_room_for_the_whole_draft_block(max_tokens: int) -> None:
+    engine = scheduler(block_size=1)
+    add(engine, 1, 6, max_tokens)
+    assert len(step(engine)[1].block_table) == 6
+    row = plan(engine)[1]
+    assert row.num_draft == min(3, max_tokens - 2)
+    assert len(row.block_table) >= row.start + 4
+
+
+def test_decoding_goes_first_and_a_prompt_gets_what_is_left() -> None:
+    engine = scheduler(max_step_tokens=12)
+    add(engine, 1, 5)
+    step(engine)
+    add(engine, 2, 20)
+    assert fed(step(engine)) == {1: (1, 3), 2: (8, 0)}
+    assert fed(step(engine)) == {1: (1, 3), 2: (8, 0)}
+    assert fed(step(engine)) == {1: (1, 3), 2: (4, 0)}
+    assert fed(step(engine)) == {1: (1, 3), 2: (1, 3)}
+
+
+def test_a_prompt_of_one_token_is_drafted_for_at_once() -> None:
+    engine = scheduler()
+    add(engine, 1, 1)
+    assert fed(step(engine)) == {1: (1, 3)}
+
+
+def test_a_small_budget_takes_from_the_drafts_evenly_and_in_turn() -> None:
+    engine = scheduler(max_step_tokens=11)
+    for seq_id in (1, 2, 3):
+        add(engine, seq_id, 3)
+    step(engine)
+    drafts = [{i: row.num_draft for i, row in step(engine).items()} for _ in range(3)]
+    assert [sorted(each.values()) for each in drafts] == [[2, 3, 3]] * 3
+    assert {i: sum(each[i] for each in drafts) for i in (1, 2, 3)} == {1: 8, 2: 8, 3: 8}
+
+
+def test_a_budget_smaller_than_the_number_of_sequences_goes_around() -> None:
+    engine = scheduler(max_step_tokens=3, block_length=1)
+    for seq_id in (1, 2, 3):
+        add(engine, seq_id, 1)
+    step(engine)
+    add(engine, 4, 1, priority=Priority.ONLINE)
+    assert sorted(step(engine)) == [1, 2, 4]
+    rows = [step(engine) for _ in range(6)]
+    assert all(len(each) == 3 and 4 in each for each in rows)
+    assert [sum(seq_id in each for each in rows) for seq_id in (1, 2, 3)] == [4, 4, 4]
+
+
+def test_an_online_prompt_goes_before_the_drafts_of_batch_but_not_before_their_anchors() -> None:
+    engine = scheduler(max_step_tokens=8)
+    add(engine, 1, 4)
+    add(engine, 2, 4)
+    step(engine)
+    add(engine, 3, 20, priority=Priority.ONLINE)
+    assert fed(step(engine)) == {1: (1, 0), 2: (1, 0), 3: (6, 0)}
+
+
+def test_an_online_prompt_goes_on_even_where_anchors_would_take_the_whole_budget() -> None:
+    engine = scheduler(max_step_tokens=2, block_length=1)
+    for seq_id in (1, 2):
+        add(engine, seq_id, 1)
+    step(engine)
+    add(engine, 3, 3, priority=Priority.ONLINE)
+    for start in range(3):
+        rows = step(engine)
+        assert (rows[3].start, len(rows)) == (start, 2)
+    add(engine, 4, 1, priority=Priority.ONLINE)
+    assert list(step(engine)) == [3, 4]
+
+
+def test_a_prompt_goes_on_even_where_drafts_would_take_the_whole_budget() -> None:
+    engine = scheduler(max_step_tokens=8, block_length=8)
+    add(engine, 1, 6)
+    add(engine, 2, 9)
+    assert fed(step(engine)) == {1: (6, 0), 2: (2, 0)}
+    assert fed(step(engine)) == {1: (1, 6), 2: (1, 0)}
+
+
+def test_with_a_budget_of_one_token_the_first_in_rank_goes_on_alone() -> None:
+    engine = scheduler(max_step_tokens=1)
+    add(engine, 1, 2)
+    add(engine, 2, 2)
+    rows = [step(engine) for _ in range(3)]
+    add(engine, 3, 2, priority=Priority.ONLINE)
+    rows += [step(engine) for _ in range(3)]
+    assert [list(each) for each in rows] == [[1]] * 3 + [[3]] * 3
+
+
+def test_abort_releases_waiting_and_running_sequences() -> None:
+    engine = scheduler(max_num_seqs=1)
+    add(engine, 1, 6)
+    add(engine, 2, 6)
+    step(engine)
+    engine.abort(1)
+    engine.check_integrity()
+    assert engine.stats().free_blocks == 200
+    assert set(step(engine)) == {2}
+    add(engine, 3, 6)
+    engine.abort(3)
+    engine.abort(2)
+    engine.check_integrity()
+    assert engine.plan() is None
+
+
+def test_a_planned_row_can_be_ended_without_a_token() -> None:
+    engine = scheduler()
+    add(engine, 1, 6)
+    plan(engine)
+    engine.commit([RowCommit(1, (), finished=True)])
+    engine.check_integrity()
+    assert engine.plan() is None
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [RowCommit(2, (NEXT,), False)],
+        [RowCommit(1, (NEXT,), False)] * 2,
+        [RowCommit(1, (), False)],
+        [RowCommit(1, (NEXT, NEXT), False)],
+    ],
+    ids=["missing", "unknown", "twice", "no token", "more tokens than drafted"],
+)
+def test_commit_takes_only_what_was_planned(rows: list[RowCommit]) -> None:
+    engine = scheduler()
+    add(engine, 1, 6)
+    plan(engine)
+    with pytest.raises(AssertionError):
+        engine.commit(rows)
