@@ -29,7 +29,9 @@ $(STAMP): pyproject.toml requirements.txt
 	$(BIN)/python -c 'from dflash_engine.catalog import resolve_model; resolve_model("$(MODEL)")'
 	@touch $@
 
+# A finished job would only be found finished, so the demo starts anew.
 demo: $(STAMP)
+	rm -rf out/demo
 	$(BIN)/python jobs/batch_generate.py --config configs/batch/demo.yaml
 
 test: lint types

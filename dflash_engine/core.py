@@ -81,7 +81,7 @@ class EngineCore:
         room = self.max_model_len - len(prompt)
         if room < 1:
             raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens, and the model takes {self.max_model_len} with the answer"
+                f"the prompt has {len(prompt)} tokens, but the model takes {self.max_model_len} in all"
             )
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(63)
         max_tokens = min(request.sampling.max_tokens or self.config.default_max_tokens, room)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
 from dflash_engine.config import EngineConfig
@@ -20,6 +20,7 @@ class DFlashEngine:
 
     def __init__(self, model: str = "smollm2-135m", draft: str | None = "auto", **settings: Any) -> None:
         self._core = EngineCore(EngineConfig(model=model, draft=draft, **settings))
+        self._dead: EngineDead | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -68,7 +69,7 @@ class DFlashEngine:
                     finished = chunk.result is not None
                     yield chunk
         finally:
-            core.abort(seq_id)
+            self._end([seq_id])
 
     def _run(self, prompts: Sequence[PromptLike], sampling: SamplingParams) -> list[Result]:
         results: dict[int, Result] = {}
@@ -84,15 +85,23 @@ class DFlashEngine:
                     if chunk.result is not None:
                         results[index_of[seq_id]] = chunk.result
         finally:
-            for seq_id in index_of:
-                self._core.abort(seq_id)
+            self._end(index_of)
         return [results[index] for index in range(len(prompts))]
 
     def _step(self) -> list[tuple[int, Chunk]]:
+        if self._dead is not None:
+            raise self._dead
         try:
             return self._core.step()
         except Exception as error:
-            raise EngineDead(f"a step failed: {type(error).__name__}: {error}") from error
+            self._dead = EngineDead(f"a step failed: {type(error).__name__}: {error}")
+            raise self._dead from error
+
+    def _end(self, seq_ids: Iterable[int]) -> None:
+        """Gives back what an interrupted caller left running."""
+        for seq_id in seq_ids:
+            if self._dead is None:
+                self._core.abort(seq_id)
 
 
 def _sampling(sampling: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:

@@ -122,10 +122,11 @@ class Message:
 class Request:
     """One prompt in exactly one of three forms: a conversation, raw text, or token ids.
 
-    A conversation goes through the model's chat template; raw text and ids do not.
+    A conversation goes through the model's chat template; raw text and ids do not. Turns may be given
+    as mappings with role and content. Raises `BadPrompt`.
     """
 
-    messages: tuple[Message, ...] | None = None
+    messages: Sequence[Message] | None = None
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -138,6 +139,16 @@ class Request:
             raise BadPrompt("a request has exactly one of messages, text and token_ids")
         if not given[0]:
             raise BadPrompt("the prompt is empty")
+        if self.messages is not None:
+            object.__setattr__(self, "messages", tuple(_as_message(turn) for turn in self.messages))
+
+
+def _as_message(turn: object) -> Message:
+    if isinstance(turn, Message):
+        return turn
+    if isinstance(turn, Mapping) and "role" in turn and "content" in turn:
+        return Message(turn["role"], turn["content"])
+    raise BadPrompt("each message is an object with role and content")
 
 
 PromptLike = str | Sequence[Mapping[str, str]] | Sequence[Message] | Request
@@ -149,15 +160,7 @@ def as_request(prompt: PromptLike, sampling: SamplingParams) -> Request:
         return prompt
     if isinstance(prompt, str):
         return Request(messages=(Message("user", prompt),) if prompt else (), sampling=sampling)
-    turns = []
-    for turn in prompt:
-        if isinstance(turn, Message):
-            turns.append(turn)
-        elif isinstance(turn, Mapping) and "role" in turn and "content" in turn:
-            turns.append(Message(turn["role"], turn["content"]))
-        else:
-            raise BadPrompt("each message is an object with role and content")
-    return Request(messages=tuple(turns), sampling=sampling)
+    return Request(messages=tuple(_as_message(turn) for turn in prompt), sampling=sampling)
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,3 +185,18 @@ def randomise(tensors: dict[str, torch.Tensor], seed: int, std: float) -> None:
         values = 1 + 0.2 * noise if "norm" in name else std * noise
         with torch.no_grad():
             tensor.copy_(values)
+
+
+def assert_close(name: str, expected: torch.Tensor, actual: torch.Tensor, ratio: float) -> None:
+    """RMS of the error at most `ratio` times RMS of what is expected, and no NaN that is not expected."""
+    assert expected.shape == actual.shape, f"{name}: shape {actual.shape}, expected {expected.shape}"
+    wanted, found = expected.double(), actual.double()
+    assert not wanted.isnan().any(), f"{name}: NaN is expected, which nothing can be compared with"
+    num_nan = int(found.isnan().sum())
+    assert num_nan == 0, f"{name}: {num_nan} of {found.numel()} values are NaN"
+    error = found - wanted
+    measured = float(error.square().mean().sqrt() / wanted.square().mean().sqrt().clamp_min(1e-30))
+    assert measured <= ratio, (
+        f"{name}: RMS error is {measured:.3g} of the expected RMS, allowed is {ratio:.3g}; "
+        f"largest error {float(error.abs().max()):.3g}"
+    )

@@ -1,0 +1,1 @@
+"""Data through engines: read, generate, price, write, on Ray. Knows nothing of CUDA."""

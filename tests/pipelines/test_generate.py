@@ -1,0 +1,272 @@
+"""The actor, called as Ray calls it but without Ray: rows in, one part and one receipt out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_engine.config import EngineConfig
+from dflash_engine.errors import ConfigError, EngineDead
+from dflash_engine.fake import STEP_NS, FakeEngine
+from dflash_engine.request import Request, Result, TokenLogprob
+from pipelines.config import ShardConfig
+from pipelines.cost import CPU, Price, PriceTable
+from pipelines.engines import EngineFactory, open_engine
+from pipelines.generate import QUEUED_PER_SEQUENCE, Generate, GenerateSpec
+from pipelines.job import check_fingerprint
+from pipelines.receipt import Receipt, receipt_from_record
+from pipelines.rows import seed_for
+from pipelines.storage import LocalStore
+from pipelines.write import PartWriter
+from tests.pipelines.helpers import error_records, jsonl, output_rows, read_shards
+
+PRICES = PriceTable("prices.yaml", {CPU: Price(CPU, Decimal("3.6"), "2026-01-01", "test")})
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def spec(output: Path, **changes: Any) -> GenerateSpec:
+    values: dict[str, Any] = {
+        "engine": EngineConfig(model="fake", max_num_seqs=4, default_max_tokens=10),
+        "writer": PartWriter(LocalStore(output), "parquet", {"shop": "int64"}),
+        "prices": PRICES,
+        "accelerator": None,
+        "job_seed": 0,
+        "actors": 1,
+        "use_gpu": False,
+    }
+    return GenerateSpec(**{**values, **changes})
+
+
+def shards_of(tmp_path: Path, rows: list[Any], size: int = 100) -> list[dict[str, Any]]:
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(jsonl(rows))
+    found = read_shards(file, ShardConfig(rows=size))
+    return [shard.as_table().to_pylist()[0] for shard in found]
+
+
+def generated(
+    what: GenerateSpec, shards: list[dict[str, Any]], factory: EngineFactory = open_engine
+) -> list[Receipt]:
+    async def run() -> list[dict[str, Any]]:
+        actor = Generate(what, factory)
+        return await asyncio.gather(*(actor(shard) for shard in shards))
+
+    return [receipt_from_record(record) for record in asyncio.run(run())]
+
+
+class Watched(FakeEngine):
+    """Keeps what it was asked, and how much at once."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.config = config
+        self.requests: list[Request] = []
+        self.now = self.most = 0
+
+    async def generate(self, request: Request) -> Result:
+        self.requests.append(request)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            return await super().generate(request)
+        finally:
+            self.now -= 1
+
+
+def watched(engines: list[Watched]) -> EngineFactory:
+    def factory(config: EngineConfig) -> Watched:
+        engines.append(Watched(config))
+        return engines[-1]
+
+    return factory
+
+
+def test_a_shard_becomes_one_part_with_its_rows_in_order(tmp_path: Path, output: Path):
+    rows = [{"prompt": f"question {number}", "custom_id": number, "shop": number} for number in range(7)]
+    (receipt,) = generated(spec(output), shards_of(tmp_path, rows))
+    written = output_rows(output)
+    assert [row["custom_id"] for row in written] == [str(number) for number in range(7)]
+    assert [row["shop"] for row in written] == list(range(7))
+    assert {row["status"] for row in written} == {"ok"}
+    assert {row["model"] for row in written} == {"fake"}
+    assert [path.name for path in (output / "data").iterdir()] == [f"part-{receipt.shard_id}.parquet"]
+    assert not (output / "errors").exists()
+    assert receipt.totals.rows_ok == 7
+    assert receipt.totals.completion_tokens == sum(row["completion_tokens"] for row in written)
+
+
+def test_each_row_is_priced_by_its_busy_time(tmp_path: Path, output: Path):
+    (receipt,) = generated(spec(output), shards_of(tmp_path, [{"prompt": "a"}, {"prompt": "b"}]))
+    for row in output_rows(output):
+        steps = 1 + row["steps"]
+        assert row["gpu_seconds"] == steps * STEP_NS / 1e9
+        assert row["cost_usd"] == Decimal("3.6") * steps * STEP_NS / (3600 * 10**9)
+    assert receipt.totals.cost_usd == sum(row["cost_usd"] for row in output_rows(output))
+
+
+def test_bad_rows_stand_in_the_part_and_in_the_error_file(tmp_path: Path, output: Path):
+    engine = EngineConfig(model="fake", max_model_len=5)
+    rows = [{"prompt": "fine"}, {"prompt": 3, "custom_id": "x"}, {"prompt": "much too long a prompt"}]
+    (receipt,) = generated(spec(output, engine=engine), shards_of(tmp_path, rows))
+    assert (receipt.totals.rows_ok, receipt.totals.rows_error) == (1, 2)
+    good, wrong, long = output_rows(output)
+    assert (good["status"], good["error_type"]) == ("ok", None)
+    assert (wrong["status"], wrong["error_type"], wrong["text"], wrong["cost_usd"]) == (
+        "error",
+        "invalid_prompt",
+        None,
+        0,
+    )
+    assert long["error_type"] == "context_length_exceeded"
+    assert [
+        (record["file"], record["offset"], record["error_type"], record["raw"])
+        for record in error_records(output)
+    ] == [
+        ("in.jsonl", 18, "invalid_prompt", '{"prompt":3,"custom_id":"x"}'),
+        ("in.jsonl", 47, "context_length_exceeded", '{"prompt":"much too long a prompt"}'),
+    ]
+
+
+def test_a_row_without_a_seed_gets_one_from_the_job_and_its_place(tmp_path: Path, output: Path):
+    engines: list[Watched] = []
+    shards = shards_of(tmp_path, [{"prompt": "a"}, {"prompt": "b", "seed": 5}])
+    generated(spec(output, job_seed=3), shards, watched(engines))
+    assert [request.sampling.seed for request in engines[0].requests] == [seed_for(3, "in.jsonl:0"), 5]
+
+
+def test_rows_of_several_shards_are_in_the_engine_together_but_not_more_than_help(
+    tmp_path: Path, output: Path
+):
+    engines: list[Watched] = []
+    shards = shards_of(tmp_path, [{"prompt": f"question {number}"} for number in range(60)], size=6)
+    receipts = generated(spec(output), shards, watched(engines))
+    assert len(engines) == 1
+    assert sum(receipt.totals.rows_ok for receipt in receipts) == 60
+    assert engines[0].most == QUEUED_PER_SEQUENCE * 4 > 6
+
+
+def test_the_cores_are_shared_out_where_there_is_no_gpu(tmp_path: Path, output: Path):
+    cores = len(os.sched_getaffinity(0))
+    for actors, threads, told in ((1, None, cores), (1000, None, 1), (1, 3, 3)):
+        engines: list[Watched] = []
+        engine = EngineConfig(model="fake", threads=threads)
+        where = output / f"{actors}-{threads}"
+        generated(
+            spec(where, engine=engine, actors=actors),
+            shards_of(tmp_path, [{"prompt": "a"}]),
+            watched(engines),
+        )
+        assert engines[0].config.threads == told
+
+
+def test_a_shard_that_is_written_is_passed_over(tmp_path: Path, output: Path):
+    shards = shards_of(tmp_path, [{"prompt": f"question {number}"} for number in range(20)], size=10)
+    generated(spec(output), shards[:1])
+    part = next((output / "data").iterdir())
+    before = (part.stat().st_mtime_ns, part.read_bytes())
+    receipts = generated(spec(output), shards)
+    assert [receipt.already_written for receipt in receipts] == [True] + [False] * (len(shards) - 1)
+    assert (part.stat().st_mtime_ns, part.read_bytes()) == before
+
+
+def test_an_engine_that_cannot_start_fails_every_call_after_one_try(tmp_path: Path, output: Path):
+    tries: list[EngineConfig] = []
+
+    def factory(config: EngineConfig) -> FakeEngine:
+        tries.append(config)
+        raise ConfigError("no such model; name another")
+
+    shards = shards_of(tmp_path, [{"prompt": f"question {number}"} for number in range(30)], size=10)
+    receipts = generated(spec(output), shards, factory)
+    assert {(receipt.failure, receipt.exit_code) for receipt in receipts} == {
+        ("no such model; name another", 2)
+    }
+    assert len(tries) == 1
+    assert not (output / "data").exists()
+
+
+def test_an_engine_that_breaks_at_the_start_ends_the_job(tmp_path: Path, output: Path):
+    def factory(config: EngineConfig) -> FakeEngine:
+        raise MemoryError("too big")
+
+    (receipt,) = generated(spec(output), shards_of(tmp_path, [{"prompt": "a"}]), factory)
+    assert (receipt.failure, receipt.exit_code) == ("the engine did not start: MemoryError: too big", 1)
+
+
+def test_an_engine_with_another_fingerprint_is_refused(tmp_path: Path, output: Path):
+    check_fingerprint(LocalStore(output), "another")
+    (receipt,) = generated(spec(output), shards_of(tmp_path, [{"prompt": "a"}]))
+    assert receipt.exit_code == 2
+    assert "fingerprint another" in (receipt.failure or "")
+
+
+def test_a_price_that_is_not_known_is_refused_before_the_engine_loads(tmp_path: Path, output: Path):
+    (receipt,) = generated(spec(output, accelerator="B200"), shards_of(tmp_path, [{"prompt": "a"}]))
+    assert (receipt.exit_code, receipt.failure) == (
+        2,
+        "prices.yaml has no price for B200 (it has cpu); add one",
+    )
+
+
+def test_a_part_that_cannot_be_written_ends_the_job(tmp_path: Path, output: Path):
+    output.mkdir()
+    (output / "data").write_bytes(b"in the way")
+    (receipt,) = generated(spec(output), shards_of(tmp_path, [{"prompt": "a"}]))
+    assert receipt.exit_code == 1
+    assert "cannot write" in (receipt.failure or "")
+
+
+def test_a_row_that_upsets_the_engine_is_an_error_row(tmp_path: Path, output: Path):
+    class Upset(FakeEngine):
+        async def generate(self, request: Request) -> Result:
+            if request.messages and request.messages[0].content == "odd":
+                raise RuntimeError("cannot template this")
+            return await super().generate(request)
+
+    (receipt,) = generated(spec(output), shards_of(tmp_path, [{"prompt": "odd"}, {"prompt": "even"}]), Upset)
+    assert (receipt.totals.rows_ok, receipt.totals.rows_error) == (1, 1)
+    assert output_rows(output)[0]["error_type"] == "internal_error"
+    assert output_rows(output)[0]["error_message"] == "RuntimeError: cannot template this"
+
+
+def test_a_dead_engine_ends_the_process_and_leaves_no_part(
+    tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Exited(BaseException):
+        pass
+
+    def leave(code: int) -> None:
+        raise Exited(code)
+
+    class Dying(FakeEngine):
+        async def generate(self, request: Request) -> Result:
+            raise EngineDead("a step failed")
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(Exited, match="1"):
+        generated(spec(output), shards_of(tmp_path, [{"prompt": "a"}]), Dying)
+    assert not (output / "data").exists()
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_log_probabilities_are_kept_where_they_were_asked_for(tmp_path: Path, output: Path, form: Any):
+    class Telling(FakeEngine):
+        async def generate(self, request: Request) -> Result:
+            return Result(
+                request_id="r", finish_reason="stop", logprobs=(TokenLogprob(3, -0.5, ((3, -0.5),)),)
+            )
+
+    writer = PartWriter(LocalStore(output), form, {})
+    generated(spec(output, writer=writer), shards_of(tmp_path, [{"prompt": "a"}]), Telling)
+    (row,) = output_rows(output)
+    told = row["logprobs"] if form == "jsonl" else row["extra"]
+    assert '"logprob":-0.5' in str(told).replace("'", '"').replace(" ", "")
