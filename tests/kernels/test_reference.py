@@ -30,6 +30,11 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(dtype: torch.dtype, tile: i
     cases.assert_rows_stand_alone(ReferenceOps(tile), dtype, rows)
 
 
+def test_a_row_is_the_same_in_any_company_where_torch_has_threads() -> None:
+    torch.set_num_threads(2)
+    cases.assert_rows_stand_alone(ReferenceOps(), torch.float32, 17)
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES)
 def test_attention_in_tiles_of_one_row_computes_its_definition(dtype: torch.dtype) -> None:
     case, chosen = cases.attention(dtype, 4, 2, 16, window=20), torch.arange(63)
@@ -41,12 +46,8 @@ def test_a_row_of_silu_does_not_depend_on_where_torch_splits_its_work(inner: int
     """torch shares an elementwise call out in pieces that may begin anywhere inside a row."""
     rows = 140_000 // inner
     case = cases.silu_mul(torch.float32, rows, inner)
-    before = torch.get_num_threads()
     torch.set_num_threads(5)
-    try:
-        ops = ReferenceOps()
-        together = case(ops, torch.arange(rows))
-        alone = torch.cat([case(ops, torch.tensor([row])) for row in range(rows)])
-    finally:
-        torch.set_num_threads(before)
+    ops = ReferenceOps()
+    together = case(ops, torch.arange(rows))
+    alone = torch.cat([case(ops, torch.tensor([row])) for row in range(rows)])
     assert torch.equal(together, alone)
