@@ -1,4 +1,4 @@
-"""The embedded model and its draft on real prompts: exact, as in transformers, and drafted as well as it should be."""
+"""The embedded model and its draft on real prompts: exact, as in transformers, and well drafted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same model, prompt, sampling and seed give the same tokens, however they are run (DESIGN's first promise)."""
+"""The same request gives the same tokens, however it is run: DESIGN's first promise."""
 
 from __future__ import annotations
 
