@@ -56,13 +56,25 @@ def test_no_rows_give_no_rows() -> None:
     assert ops.logits(torch.zeros(0, 32, dtype=BF16), weight).shape == (0, 40)
 
 
-def test_rounding_to_bf16_is_torchs_to_nearest_even() -> None:
-    values = torch.cat([cases.noise(1, 4000, dtype=F32), 1 + torch.arange(96) / 2**9])
-    x = values.view(-1, 1).expand(-1, 16).contiguous()
-    # A row of ones times x is rounded once, by the store of the sum.
-    gate_up = torch.cat([torch.full_like(x, 300.0), x / 300], dim=1).to(BF16)
-    expected = (gate_up[:, :16].float() * gate_up[:, 16:].float()).to(BF16)
-    assert torch.equal(CpuOps(1).silu_mul(gate_up), expected)
+@pytest.mark.parametrize("outputs", [64, 63])
+def test_a_sum_is_rounded_to_bf16_once_and_halves_to_even(outputs: int) -> None:
+    """Whole panels are stored as vectors, the outputs of the last part of one singly."""
+    numbers = 1 + torch.arange(outputs) / 128
+    addends = torch.tensor([[0, 1], [1, 2**-8], [-1, -(2**-8)], [1, 3 * 2**-10], [1, 2**-8 + 2**-16]])
+    x = torch.stack([addends[:, 0].where(addends[:, 0] != 0, 1), addends[:, 1]], dim=1).to(BF16)
+    weight = torch.stack([numbers, torch.ones(outputs)], dim=1).to(BF16)
+    exact = x.double() @ weight.double().T
+    ties = (exact.float() != exact.to(BF16).float()).sum()
+    assert ties > outputs
+    assert torch.equal(_linear(x, weight), exact.to(BF16))
+
+
+def test_the_norm_is_that_of_the_residual_as_it_is_kept() -> None:
+    ops = CpuOps(1)
+    x, residual = (cases.noise(seed, 9, 48, dtype=BF16, scale=3) for seed in (1, 2))
+    weight = 1 + cases.noise(3, 48, dtype=BF16, scale=0.2)
+    normed = ops.rms_norm(x, weight, 1e-5, residual)
+    assert torch.equal(normed, ops.rms_norm(residual, weight, 1e-5))
 
 
 def test_calls_from_many_threads_at_once_do_not_mix() -> None:
