@@ -65,12 +65,13 @@ class AsyncEngine:
                 item = await caller.queue.get()
                 if isinstance(item, EngineDead):
                     finished = True
-                    raise item
+                    raise EngineDead(*item.args) from item.__cause__
                 finished = item.result is not None
                 yield item
         finally:
             if not finished:
-                self._tell(lambda: self._abort(caller))
+                with contextlib.suppress(EngineDead):  # then the request has ended already
+                    self._tell(lambda: self._abort(caller))
 
     async def generate(self, request: Request) -> Result:
         """The whole answer. Raises as `submit` does."""
@@ -102,7 +103,7 @@ class AsyncEngine:
     def _tell(self, command: Callable[[], None]) -> None:
         with self._wake:
             if self._dead is not None or self._closing:
-                raise self._dead or EngineDead("the engine is closed")
+                raise EngineDead(*(self._dead.args if self._dead else ("the engine is closed",)))
             self._inbox.append(command)
             self._wake.notify()
 

@@ -310,50 +310,70 @@ static void rope_store(const T* qkv, long stride, long Hq, long Hkv, long D, con
     });
 }
 
+// Calls work(j, row) for the cache rows of positions begin + j in order, block by block.
+template <class F>
+static inline void each_position(const int32_t* table, long block, long begin, long length, F work) {
+    for (long j = 0; j < length;) {
+        long at = begin + j, inside = at % block, run = std::min(block - inside, length - j);
+        long row = (long)table[at / block] * block + inside;
+        for (long end = j + run; j < end; ++j, ++row) work(j, row);
+    }
+}
+
+// out[g] = sum over positions of weights[g] * value, for B heads at once: a value is read once for all.
+template <class T, int ND, int B>
+static inline void mix(const T* v_cache, const int32_t* table, long block, long begin, long length, long stride,
+                       const float* weights, long padded, const float* scales, T* out) {
+    f32x16 acc[B][ND] = {};
+    each_position(table, block, begin, length, [&](long j, long row) {
+        const T* v = v_cache + row * stride;
+#pragma GCC unroll 16
+        for (int d = 0; d < ND; ++d) {
+            f32x16 value = load(v + d * 16);
+#pragma GCC unroll 4
+            for (int g = 0; g < B; ++g) acc[g][d] += value * weights[g * padded + j];
+        }
+    });
+    for (int g = 0; g < B; ++g)
+        for (int d = 0; d < ND; ++d) store(out + (g * ND + d) * 16, acc[g][d] * scales[g]);
+}
+
 template <class T, int ND>
 static void attend(const T* q, const T* k_cache, const T* v_cache, const int32_t* table, long block, long begin, long end,
-                   long G, long Hkv, float scale, std::vector<float>& scores, T* out) {
+                   long G, long Hkv, float scale, std::vector<float>& scratch, T* out) {
     constexpr long D = ND * 16;
-    long length = end - begin, padded = (length + 15) / 16 * 16;
-    scores.resize((size_t)G * padded);
-    std::vector<float> query((size_t)G * D);
-    for (long i = 0; i < G * D; i += 16) store(query.data() + i, load(q + i));
-    for (long j = 0; j < length; ++j) {
-        long at = begin + j;
-        const T* k = k_cache + ((long)table[at / block] * block + at % block) * Hkv * D;
+    long length = end - begin, padded = (length + 15) / 16 * 16, stride = Hkv * D;
+    scratch.resize((size_t)G * (padded + D + 1));
+    float *scores = scratch.data(), *query = scores + G * padded, *scales = query + G * D;
+    for (long i = 0; i < G * D; i += 16) store(query + i, load(q + i));
+    each_position(table, block, begin, length, [&](long j, long row) {
         f32x16 key[ND];
 #pragma GCC unroll 16
-        for (int d = 0; d < ND; ++d) key[d] = load(k + d * 16);
+        for (int d = 0; d < ND; ++d) key[d] = load(k_cache + row * stride + d * 16);
         for (long g = 0; g < G; ++g) {
-            f32x16 dot = load(query.data() + g * D) * key[0];
+            f32x16 dot = load(query + g * D) * key[0];
 #pragma GCC unroll 16
-            for (int d = 1; d < ND; ++d) dot += load(query.data() + g * D + d * 16) * key[d];
+            for (int d = 1; d < ND; ++d) dot += load(query + g * D + d * 16) * key[d];
             scores[g * padded + j] = sum16(dot) * scale;
         }
-    }
+    });
     for (long g = 0; g < G; ++g) {
-        float* row = scores.data() + g * padded;
+        float* row = scores + g * padded;
         float top = row[0];
         for (long j = 1; j < length; ++j) top = std::max(top, row[j]);
-        for (long j = length; j < padded; ++j) row[j] = -INFINITY;
-        f32x16 total = {};
-        for (long j = 0; j < padded; j += 16) {
-            f32x16 e = exp16(load(row + j) - top);
-            store(row + j, e);
-        }
+        for (long j = length; j < padded; ++j) row[j] = top;
+        for (long j = 0; j < padded; j += 16) store(row + j, exp16(load(row + j) - top));
         for (long j = length; j < padded; ++j) row[j] = 0.0f;
+        f32x16 total = {};
         for (long j = 0; j < padded; j += 16) total += load(row + j);
-        float inverse = 1.0f / sum16(total);
-        f32x16 acc[ND] = {};
-        for (long j = 0; j < length; ++j) {
-            long at = begin + j;
-            const T* v = v_cache + ((long)table[at / block] * block + at % block) * Hkv * D;
-            float p = row[j];
-#pragma GCC unroll 16
-            for (int d = 0; d < ND; ++d) acc[d] += load(v + d * 16) * p;
-        }
-        for (int d = 0; d < ND; ++d) store(out + g * D + d * 16, acc[d] * inverse);
+        scales[g] = 1.0f / sum16(total);
     }
+    constexpr int B = ND <= 4 ? 3 : 1;  // B * ND accumulators stay in registers
+    long g = 0;
+    for (; g + B <= G; g += B)
+        mix<T, ND, B>(v_cache, table, block, begin, length, stride, scores + g * padded, padded, scales + g, out + g * D);
+    for (; g < G; ++g)
+        mix<T, ND, 1>(v_cache, table, block, begin, length, stride, scores + g * padded, padded, scales + g, out + g * D);
 }
 
 template <class T>
