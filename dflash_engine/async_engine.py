@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from dflash_engine.config import EngineConfig
@@ -48,7 +48,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._serve, name="dflash-engine", daemon=True)
         self._thread.start()
 
-    async def submit(self, request: Request) -> AsyncIterator[Chunk]:
+    async def submit(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Pieces of the answer; the last one carries the result.
 
         Raises `RequestError` where the request cannot be answered, and `EngineDead`. A caller that stops

@@ -16,6 +16,8 @@ from torch import Tensor
 from dflash_engine.request import SamplingParams, TokenLogprob
 
 _LOW32 = 0xFFFFFFFF
+MIN_TEMPERATURE = 1e-30
+"""Far below any that two logits could tell from zero, far above what float32 rounds to zero."""
 PROBABILITY_UNIT = 1 << 40
 """Probabilities are summed for top-p as integers of 2^-40: no order of summation can change them."""
 
@@ -64,18 +66,21 @@ def choose(
     if history is not None:
         scores = _penalised(scores, sampling, history)
     if not sampling.greedy:
-        scores = _truncated(scores / sampling.temperature, sampling)
+        # From the best down: a tiny temperature makes the others -inf, not the best one inf.
+        scores = _truncated((scores - scores.max()) / max(sampling.temperature, MIN_TEMPERATURE), sampling)
         scores = scores + gumbel_noise(seed, position, len(scores), scores.device)
     return int(scores.argmax())
 
 
-def guess(logits: Tensor, sampling: SamplingParams, seed: int, position: int) -> list[int]:
-    """The draft's tokens for positions from `position` on, from float32 logits [n, V].
+def guess(
+    logits: Tensor, best: Sequence[int], sampling: SamplingParams, seed: int, position: int
+) -> list[int]:
+    """The draft's tokens for positions from `position` on, from float32 logits [n, V] and their argmax.
 
     It uses the target's noise: under verification by equality that only makes it right more often.
     """
     if sampling.greedy and not sampling.logit_bias:
-        return [int(token) for token in logits.argmax(-1).tolist()]
+        return list(best)
     plain = SamplingParams(temperature=sampling.temperature, logit_bias=sampling.logit_bias)
     return [choose(row, plain, seed, position + offset, None) for offset, row in enumerate(logits)]
 
@@ -120,5 +125,5 @@ def _truncated(scores: Tensor, sampling: SamplingParams) -> Tensor:
     if sampling.top_p < 1:
         shares = (ordered.softmax(-1).double() * PROBABILITY_UNIT).long()
         before = shares.cumsum(0) - shares
-        ordered[(before >= int(sampling.top_p * PROBABILITY_UNIT)).nonzero()] = -torch.inf
+        ordered[(before >= max(int(sampling.top_p * PROBABILITY_UNIT), 1)).nonzero()] = -torch.inf
     return torch.full_like(scores, -torch.inf).scatter(0, tokens, ordered)

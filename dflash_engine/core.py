@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dflash_engine.attribution import row_weight, share_ns
@@ -118,7 +119,7 @@ class EngineCore:
         advanced = [self._advance(row, out) for row, out in zip(plan.rows, output.rows, strict=True)]
         self._scheduler.commit([commit for commit, _, _ in advanced])
         busy_ns = time.perf_counter_ns() - began
-        self._charge(busy_ns, plan.rows, output.rows, sum(len(commit.tokens) for commit, _, _ in advanced))
+        self._charge(busy_ns, plan.rows, output.rows, [commit for commit, _, _ in advanced])
         chunks = []
         for commit, text, finish in advanced:
             result = self._result(self._answers.pop(commit.seq_id), finish) if finish else None
@@ -153,15 +154,20 @@ class EngineCore:
         if answer.tokens and row.sample:
             answer.steps += 1
         answer.drafted_tokens += output.num_drafted
-        answer.accepted_tokens += min(len(kept), max(len(output.tokens) - 1, 0))
+        commit = RowCommit(row.seq_id, kept, accepted.finish is not None)
+        answer.accepted_tokens += _num_accepted(output, commit)
         answer.tokens.extend(kept)
         answer.logprobs.extend(output.logprobs[: accepted.kept])
         answer.pieces.append(accepted.text)
         answer.cached_tokens = self._scheduler.cached_tokens(row.seq_id)
-        return RowCommit(row.seq_id, kept, accepted.finish is not None), accepted.text, accepted.finish
+        return commit, accepted.text, accepted.finish
 
     def _charge(
-        self, busy_ns: int, rows: tuple[RowPlan, ...], outputs: tuple[RowOutput, ...], num_committed: int
+        self,
+        busy_ns: int,
+        rows: Sequence[RowPlan],
+        outputs: Sequence[RowOutput],
+        commits: Sequence[RowCommit],
     ) -> None:
         for row, share in zip(rows, share_ns(busy_ns, [row_weight(row) for row in rows]), strict=True):
             self._answers[row.seq_id].busy_ns += share
@@ -173,9 +179,9 @@ class EngineCore:
             steps=totals.steps + 1,
             busy_ns=totals.busy_ns + busy_ns,
             prompt_tokens=totals.prompt_tokens + sum(_num_prompt_tokens(row) for row in rows),
-            completion_tokens=totals.completion_tokens + num_committed,
+            completion_tokens=totals.completion_tokens + sum(len(commit.tokens) for commit in commits),
             drafted_tokens=totals.drafted_tokens + sum(out.num_drafted for out in outputs),
-            accepted_tokens=totals.accepted_tokens + sum(max(len(out.tokens) - 1, 0) for out in outputs),
+            accepted_tokens=totals.accepted_tokens + sum(map(_num_accepted, outputs, commits)),
         )
 
     def _result(self, answer: _Answer, finish: FinishReason) -> Result:
@@ -198,6 +204,11 @@ class EngineCore:
             logprobs=tuple(answer.logprobs) if wants_logprobs else None,
             fingerprint=self.fingerprint,
         )
+
+
+def _num_accepted(output: RowOutput, commit: RowCommit) -> int:
+    """Guesses that stand in the answer: not the target's own token, nor what a stop cut off."""
+    return min(len(commit.tokens), max(len(output.tokens) - 1, 0))
 
 
 def _num_prompt_tokens(row: RowPlan) -> int:

@@ -57,6 +57,9 @@ class Ops(Protocol):
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         """x [T, K] -> [T, N] in float32."""
 
+    def argmax(self, logits: Tensor) -> list[int]:
+        """The first best token of each row of float32 [T, V]."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         """Norm of x [T, H]; with a residual [T, H], adds x to it in place and norms the sum."""
 

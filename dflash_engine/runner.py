@@ -69,11 +69,14 @@ class Runner:
             for index, row in enumerate(drafting)
             for offset in range(row.num_draft)
         ]
-        logits = self._target.logits(hidden[wanted]).split([row.num_draft for row in drafting])
-        return {
-            row.seq_id: guess(row_logits, row.sampling, row.seed, row.start + 1)
-            for row, row_logits in zip(drafting, logits, strict=True)
-        }
+        logits = self._target.logits(hidden[wanted])
+        best = self._target.best(logits)
+        guesses, first = {}, 0
+        for row in drafting:
+            span = slice(first, first + row.num_draft)
+            guesses[row.seq_id] = guess(logits[span], best[span], row.sampling, row.seed, row.start + 1)
+            first = span.stop
+        return guesses
 
     def _choose(
         self, rows: Sequence[RowPlan], fed: Sequence[Sequence[int]], hidden: Tensor
@@ -86,7 +89,7 @@ class Runner:
             if row.sample:
                 wanted.extend(range(last - row.num_draft - 1, last))
         logits = self._target.logits(hidden[wanted])
-        best = logits.argmax(-1).tolist()
+        best = self._target.best(logits)
         outputs, first = [], 0
         for row, tokens in zip(rows, fed, strict=True):
             if not row.sample:

@@ -217,9 +217,13 @@ class Scheduler:
                 budget.grant_draft(sequence.seq_id, num_draft)
 
     def _draft_wanted(self, sequence: SequenceState) -> int:
-        """Tokens worth drafting behind the anchor: none that max_tokens would cut off."""
+        """Tokens worth drafting behind the anchor: none that max_tokens would cut off.
+
+        The first token is prefill's, also where the prefix cache left one prompt token to compute:
+        then a verify step is a step behind the first token, and acceptance lengths compare.
+        """
         fits = sequence.num_computed + self._block_length <= self._max_model_len
-        if sequence.num_left != 1 or not fits:
+        if sequence.num_left != 1 or not sequence.output or not fits:
             return 0
         return min(self._block_length, sequence.max_tokens - len(sequence.output)) - 1
 

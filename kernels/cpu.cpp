@@ -50,7 +50,7 @@ class Pool {
 
   private:
     static constexpr uint32_t kClosed = 0x7fffffff;
-    static constexpr int kSpins = 3000;  // about the host's time between two operations of a step
+    static constexpr int kSpins = 20000;  // about the host's time between two operations of a step
 
     static void pause() {
 #if defined(__x86_64__)
@@ -202,7 +202,7 @@ static void linear(const T* x, const T* w, const T* bias, O* out, long M, long N
             for (long k = 0; k < K; ++k) tiles[m * K + k * rows + r] = get(x + (m + r) * K + k);
     }
     bool widen = sizeof(T) == 2 && M > kTile;  // many tiles: turn the panel into floats once
-    long grain = std::max<long>(1, panels / (8 * threads)), pieces = (panels + grain - 1) / grain;
+    long grain = std::clamp<long>(panels / (32 * threads), 1, 8), pieces = (panels + grain - 1) / grain;
     pool().run(pieces, threads, [&](long piece) {
         static thread_local std::vector<float> wide;
         for (long p = piece * grain; p < std::min(panels, (piece + 1) * grain); ++p) {

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.arena import Arena
+
 PANEL = 32
 HEAD_DIMS = frozenset({16, 32, 64, 96, 128, 256})
 _SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -76,19 +78,27 @@ def build_digest() -> str:
 @functools.cache
 def _library() -> ctypes.CDLL:
     target = cache_dir() / "kernels" / f"cpu-{build_digest()}.so"
-    if not target.exists():
-        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-        if compiler is None:
-            raise BuildError("no C++ compiler found; install g++ or set CXX")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            built = Path(scratch) / "cpu.so"
-            command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode != 0:
-                raise BuildError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-            built.replace(target)
-    return ctypes.CDLL(str(target))
+    try:
+        _build(target)
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise BuildError(str(error)) from error
+
+
+def _build(target: Path) -> None:
+    if target.exists():
+        return
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise BuildError("no C++ compiler found; install g++ or set CXX")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / "cpu.so"
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        built.replace(target)
 
 
 _ARGUMENTS = {
@@ -114,14 +124,21 @@ def _functions(library: ctypes.CDLL) -> dict[tuple[str, torch.dtype], Callable[.
     return functions
 
 
-def _address(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
+def _address(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
     if tensor is None:
         return None
-    if not tensor.is_contiguous() or tensor.dtype != dtype:
+    if not tensor.is_contiguous() or tensor.dtype != dtype or (shape and tensor.shape != shape):
         raise ValueError(
-            f"needs a contiguous {dtype} tensor, got {tensor.dtype} with strides {tensor.stride()}"
+            f"needs a contiguous {dtype} tensor of shape {shape or 'any'}, got {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}"
         )
     return tensor.data_ptr()
+
+
+def _require(condition: bool, problem: str) -> None:
+    """The kernels read and write raw memory: what they would misread has to be refused here."""
+    if not condition:
+        raise ValueError(problem)
 
 
 class CpuOps:
@@ -132,6 +149,7 @@ class CpuOps:
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._functions = _functions(_library())
+        self._arena = Arena()
         self.version = build_digest()
 
     @staticmethod
@@ -146,8 +164,7 @@ class CpuOps:
         packed = padded.view(panels, PANEL, in_features).transpose(1, 2)
         if weight.dtype == torch.bfloat16:
             packed = packed.unflatten(2, (2, PANEL // 2)).transpose(2, 3).flatten(2)
-        packed = packed.contiguous()
-        return PackedWeight(packed, out_features, in_features)
+        return PackedWeight(self._arena.copy(packed), out_features, in_features)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         out = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype)
@@ -157,25 +174,35 @@ class CpuOps:
         out = torch.empty(x.shape[0], weight.out_features, dtype=torch.float32)
         return self._multiply("logits", x, weight, None, out)
 
+    def argmax(self, logits: Tensor) -> list[int]:
+        # numpy's takes an eighth of torch's time on one thread
+        best: list[int] = logits.numpy().argmax(-1).tolist()
+        return best
+
     def _multiply(
         self, name: str, x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor
     ) -> Tensor:
         (rows, width), dtype = x.shape, x.dtype
         if width != weight.in_features:
             raise ValueError(f"x has {width} columns, the weight takes {weight.in_features}")
-        pointers = (_address(x, dtype), _address(weight.panels, dtype), _address(bias, dtype), out.data_ptr())
+        _require(dtype in _SUFFIX, f"{dtype} is not compiled")
+        bias_address = _address(bias, dtype, weight.out_features)
+        pointers = (_address(x, dtype), _address(weight.panels, dtype), bias_address, out.data_ptr())
         self._functions[name, dtype](*pointers, rows, weight.out_features, width, self._threads)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         out = torch.empty_like(x)
         (rows, width), dtype = x.shape, x.dtype
-        pointers = (_address(x, dtype), _address(residual, dtype), _address(weight, dtype), out.data_ptr())
+        _require(width % 16 == 0, f"rows of {width} are not whole vectors of 16")
+        residual_address = _address(residual, dtype, rows, width)
+        pointers = (_address(x, dtype), residual_address, _address(weight, dtype, width), out.data_ptr())
         self._functions["rms_norm", dtype](*pointers, rows, width, eps, self._threads)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         (rows, width), dtype = gate_up.shape, gate_up.dtype
+        _require(width % 32 == 0, f"rows of twice {width / 2} are not whole vectors of 16")
         out = torch.empty(rows, width // 2, dtype=dtype)
         pointers = (_address(gate_up, dtype), out.data_ptr())
         self._functions["silu_mul", dtype](*pointers, rows, width // 2, self._threads)
@@ -197,6 +224,7 @@ class CpuOps:
         rows, dtype = qkv.shape[0], qkv.dtype
         if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_dim or qkv.stride(1) != 1:
             raise ValueError(f"qkv has shape {tuple(qkv.shape)} and strides {qkv.stride()}")
+        _require(head_dim in HEAD_DIMS, f"head size {head_dim} is not compiled")
         query = torch.empty(rows, num_heads, head_dim, dtype=dtype)
         self._functions["rope_store", dtype](
             qkv.data_ptr(),
@@ -204,14 +232,14 @@ class CpuOps:
             num_heads,
             num_kv_heads,
             head_dim,
-            *(_address(norm, dtype) for norm in norms),
+            *(_address(norm, dtype, head_dim) for norm in norms),
             eps,
-            *(_address(table, torch.float32) for table in rope),
-            _address(positions, torch.int32),
-            _address(slots, torch.int64),
+            *(_address(table, torch.float32, len(table), head_dim // 2) for table in rope),
+            _address(positions, torch.int32, rows),
+            _address(slots, torch.int64, rows),
             query.data_ptr(),
             _address(k_cache, dtype),
-            _address(v_cache, dtype),
+            _address(v_cache, dtype, *k_cache.shape),
             rows,
             self._threads,
         )
@@ -229,17 +257,17 @@ class CpuOps:
     ) -> Tensor:
         (rows, num_heads, head_dim), dtype = query.shape, query.dtype
         _, block_size, num_kv_heads, _ = k_cache.shape
-        if head_dim not in HEAD_DIMS or num_heads % num_kv_heads:
-            raise ValueError(
-                f"head size {head_dim} with {num_heads} over {num_kv_heads} heads is not compiled"
-            )
+        problem = f"head size {head_dim} with {num_heads} over {num_kv_heads} heads is not compiled"
+        _require(head_dim in HEAD_DIMS and num_heads % num_kv_heads == 0, problem)
+        cache_shape = (k_cache.shape[0], block_size, num_kv_heads, head_dim)
         out = torch.empty(rows, num_heads * head_dim, dtype=dtype)
         self._functions["attention", dtype](
-            *(_address(tensor, dtype) for tensor in (query, k_cache, v_cache)),
+            _address(query, dtype),
+            *(_address(cache, dtype, *cache_shape) for cache in (k_cache, v_cache)),
             _address(tables, torch.int32),
             tables.shape[1],
             block_size,
-            *(_address(index, torch.int32) for index in (row_seq, begin, end)),
+            *(_address(index, torch.int32, rows) for index in (row_seq, begin, end)),
             head_dim**-0.5,
             out.data_ptr(),
             rows,

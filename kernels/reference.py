@@ -53,6 +53,10 @@ class ReferenceOps:
     def logits(self, x: Tensor, weight: PlainWeight) -> Tensor:
         return self.linear(x, weight).float()
 
+    def argmax(self, logits: Tensor) -> list[int]:
+        best: list[int] = logits.argmax(-1).tolist()
+        return best
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         if residual is not None:
             residual.copy_(residual.float() + x.float())
@@ -60,8 +64,9 @@ class ReferenceOps:
         return self._by_tiles(lambda tile: _normalise(tile, weight, eps), x)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        # Not F.silu: it computes the ends of the pieces that torch's threads take with another exp.
         gate, up = gate_up.float().chunk(2, dim=-1)
-        return (F.silu(gate) * up).to(gate_up.dtype)
+        return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
     def rope_store(
         self,

@@ -78,6 +78,10 @@ class TargetModel:
         """Normed hidden states [T, H] -> float32 [T, V]; the draft's too."""
         return self._ops.logits(hidden, self._head)
 
+    def best(self, logits: Tensor) -> list[int]:
+        """The greedy choice for each row of float32 [T, V]."""
+        return self._ops.argmax(logits)
+
     def forward(
         self, tokens: Tensor, batch: ForwardBatch, cache: KVCache, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor]:

@@ -260,7 +260,7 @@ def test_a_guess_is_what_the_target_would_choose_from_the_same_logits() -> None:
         SamplingParams(temperature=0.8, logit_bias={4: 3.0}),
     ):
         expected = [choose(row, sampling, 9, 50 + index, None) for index, row in enumerate(rows)]
-        assert guess(rows, sampling, 9, 50) == expected
+        assert guess(rows, rows.argmax(-1).tolist(), sampling, 9, 50) == expected
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5])

@@ -89,9 +89,8 @@ def test_a_stream_that_is_left_early_gives_its_blocks_back(folders):
     target, draft = folders
     engine = DFlashEngine(target, draft=draft, max_model_len=100, kv_cache_tokens=112, threads=1)
     for _ in range(5):  # the pool holds one sequence: a leak would stop the second
-        stream = engine.stream("Tell me", max_tokens=80, ignore_eos=True)
-        next(stream)
-        stream.close()
+        for _ in engine.stream("Tell me", max_tokens=80, ignore_eos=True):
+            break
     assert len(engine.generate("Tell me", max_tokens=20, ignore_eos=True).tokens) == 20
 
 

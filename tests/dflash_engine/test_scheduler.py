@@ -91,9 +91,10 @@ def test_decoding_goes_first_and_a_prompt_gets_what_is_left() -> None:
     assert fed(step(engine)) == {1: (1, 3), 2: (1, 3)}
 
 
-def test_a_prompt_of_one_token_is_drafted_for_at_once() -> None:
+def test_nothing_is_drafted_for_the_first_token_even_where_one_prompt_token_is_left() -> None:
     engine = scheduler()
     add(engine, 1, 1)
+    assert fed(step(engine)) == {1: (1, 0)}
     assert fed(step(engine)) == {1: (1, 3)}
 
 
