@@ -53,7 +53,7 @@ def load(config: EngineConfig) -> Parts:
     ops = choose_ops(config.ops, device, dtype, threads, _sizes(model, draft))
     if device.type == "cpu":
         # The compiled kernels have threads of their own, and torch's would spin in their way: with both,
-        # a step took a third longer on 2 cores.
+        # a step took a fifth longer on 2 cores.
         torch.set_num_threads(1 if ops.name == "cpu" else threads)
     length = max_model_len + block_length
     target_model = TargetModel(model, Checkpoint(folder), ops, dtype, device, length)

@@ -50,7 +50,7 @@ class Pool {
 
   private:
     static constexpr uint32_t kClosed = 0x7fffffff;
-    static constexpr int kSpins = 20000;  // about the host's time between two operations of a step
+    static constexpr int kSpins = 20000;  // about 1 ms: longer than the host needs between two operations of a step
 
     static void pause() {
 #if defined(__x86_64__)

@@ -36,8 +36,11 @@ class Totals:
 
     @property
     def acceptance_length(self) -> float:
-        """Committed tokens per verify step, the target's own token included; 0 without steps."""
-        return (self.accepted_tokens + self.steps) / self.steps if self.steps else 0.0
+        """Tokens of the answers per verify step, the target's own included; 0 without steps.
+
+        Pooled over the rows; each answer's first token is prefill's and counts for no step.
+        """
+        return (self.completion_tokens - self.rows_ok) / self.steps if self.steps else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """Values for JSON; the cost as text, so that no digit is lost."""
