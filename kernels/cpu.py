@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.arena import Arena
+from kernels.composed import ComposedOps
 
 PANEL = 32
 HEAD_DIMS = frozenset({16, 32, 64, 96, 128, 256})
@@ -141,7 +142,7 @@ def _require(condition: bool, problem: str) -> None:
         raise ValueError(problem)
 
 
-class CpuOps:
+class CpuOps(ComposedOps):
     """See `dflash_engine.ops.Ops` for what each operation computes. Raises `BuildError`."""
 
     name = "cpu"
@@ -157,7 +158,7 @@ class CpuOps:
         """Row widths in whole vectors of 16, and a head size that has been compiled."""
         return all(width % 16 == 0 for width in widths) and set(head_dims) <= HEAD_DIMS
 
-    def pack(self, weight: Tensor) -> PackedWeight:
+    def pack(self, weight: Tensor, norm: Tensor | None = None) -> PackedWeight:
         out_features, in_features = weight.shape
         panels = -(-out_features // PANEL)
         padded = torch.nn.functional.pad(weight, (0, 0, 0, panels * PANEL - out_features))
@@ -170,7 +171,7 @@ class CpuOps:
         out = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype)
         return self._multiply("linear", x, weight, bias, out)
 
-    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
+    def wide_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         out = torch.empty(x.shape[0], weight.out_features, dtype=torch.float32)
         return self._multiply("logits", x, weight, None, out)
 
@@ -254,6 +255,7 @@ class CpuOps:
         row_seq: Tensor,
         begin: Tensor,
         end: Tensor,
+        tiling: Any = None,
     ) -> Tensor:
         (rows, num_heads, head_dim), dtype = query.shape, query.dtype
         _, block_size, num_kv_heads, _ = k_cache.shape

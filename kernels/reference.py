@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.composed import ComposedOps
 
 CHUNK = 64
 """Keys per attention chunk. A chunk outside a row's range leaves the row's sums as they are, to the bit."""
@@ -29,7 +32,7 @@ class PlainWeight:
         return self.matrix.shape[0]
 
 
-class ReferenceOps:
+class ReferenceOps(ComposedOps):
     """See `dflash_engine.ops.Ops` for what each operation computes."""
 
     name = "reference"
@@ -44,13 +47,13 @@ class ReferenceOps:
         tiles = [compute(tile) for tile in padded.split(self.tile)]
         return torch.cat(tiles)[:rows] if tiles else compute(padded)
 
-    def pack(self, weight: Tensor) -> PlainWeight:
+    def pack(self, weight: Tensor, norm: Tensor | None = None) -> PlainWeight:
         return PlainWeight(weight)
 
     def linear(self, x: Tensor, weight: PlainWeight, bias: Tensor | None = None) -> Tensor:
         return self._by_tiles(lambda tile: F.linear(tile, weight.matrix, bias), x)
 
-    def logits(self, x: Tensor, weight: PlainWeight) -> Tensor:
+    def wide_linear(self, x: Tensor, weight: PlainWeight) -> Tensor:
         return self.linear(x, weight).float()
 
     def argmax(self, logits: Tensor) -> list[int]:
@@ -107,6 +110,7 @@ class ReferenceOps:
         row_seq: Tensor,
         begin: Tensor,
         end: Tensor,
+        tiling: Any = None,
     ) -> Tensor:
         out = torch.empty_like(query)
         sequence = row_seq.tolist()

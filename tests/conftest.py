@@ -15,6 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", str(min(4, len(os.sched_getaffinity(0))
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+
 OUR_PACKAGES = ("dflash_engine", "kernels")
 UNINITIALISED = ("empty", "empty_like", "empty_strided")
 

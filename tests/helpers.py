@@ -27,6 +27,12 @@ CORPUS = (
 TOKENIZER_SIZE = 304
 """Smaller than the models' vocabulary, as in Qwen: a model can choose ids that have no text."""
 MASK_TOKEN_ID = TOKENIZER_SIZE
+TINY_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 
 
 def byte_level_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
@@ -57,7 +63,7 @@ def tiny_model_folder(
     name: str | None = None,
     **overrides: Any,
 ) -> Path:
-    """Write a random `llama`, `qwen2` or `qwen3` model with tokenizer and chat template.
+    """Write a random `llama`, `qwen2`, `qwen3` or `qwen3_moe` model with tokenizer and chat template.
 
     `overrides` are fields of the transformers configuration. Every weight is random, norms and
     biases too, so that one left out or misplaced changes the logits.
@@ -76,6 +82,7 @@ def tiny_model_folder(
         "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **(TINY_EXPERTS if architecture == "qwen3_moe" else {}),
         **overrides,
     }
     if architecture == "qwen2":

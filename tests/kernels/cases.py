@@ -29,7 +29,7 @@ class FormulaOps:
         wide_bias = None if bias is None else bias.double()
         return F.linear(x.double(), weight.double(), wide_bias).to(x.dtype)
 
-    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+    def wide_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x.double(), weight.double()).float()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -107,7 +107,7 @@ def linear(
 
     def run(ops: Any, chosen: Tensor) -> Tensor:
         if head:
-            return ops.logits(x[chosen], ops.pack(weight))
+            return ops.wide_linear(x[chosen], ops.pack(weight))
         return ops.linear(x[chosen], ops.pack(weight), added)
 
     return run

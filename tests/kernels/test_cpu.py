@@ -53,7 +53,7 @@ def test_no_rows_give_no_rows() -> None:
     ops = CpuOps(2)
     weight = ops.pack(cases.noise(1, 40, 32, dtype=BF16))
     assert ops.linear(torch.zeros(0, 32, dtype=BF16), weight).shape == (0, 40)
-    assert ops.logits(torch.zeros(0, 32, dtype=BF16), weight).shape == (0, 40)
+    assert ops.wide_linear(torch.zeros(0, 32, dtype=BF16), weight).shape == (0, 40)
 
 
 @pytest.mark.parametrize("outputs", [64, 63])
