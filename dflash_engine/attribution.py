@@ -20,7 +20,7 @@ _DRAFTED_TOKEN = 1
 
 def row_weight(row: RowPlan) -> int:
     """Work that a row causes in its step, in quarters of a target token; at least 4."""
-    return _TARGET_TOKEN * (len(row.tokens) + row.num_draft) + _DRAFTED_TOKEN * row.num_draft
+    return _TARGET_TOKEN * (row.num_tokens + row.num_draft) + _DRAFTED_TOKEN * row.num_draft
 
 
 def share_ns(total_ns: int, weights: Sequence[int]) -> list[int]:
@@ -33,7 +33,7 @@ def share_ns(total_ns: int, weights: Sequence[int]) -> list[int]:
     assert total_ns >= 0 and whole > 0 and min(weights) >= 0, (total_ns, weights)
     parts = [divmod(total_ns * weight, whole) for weight in weights]
     shares = [quotient for quotient, _ in parts]
-    by_remainder = sorted(range(len(parts)), key=lambda index: (-parts[index][1], index))
-    for index in by_remainder[: total_ns - sum(shares)]:
+    owed = [-remainder for _, remainder in parts]
+    for index in sorted(range(len(parts)), key=owed.__getitem__)[: total_ns - sum(shares)]:
         shares[index] += 1
     return shares

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_engine.ops import Tiling, tokens_per_tile
+
 Span = tuple[int | None, bool]
 """How a layer sees: its sliding window (None for all) and whether it is causal inside the block."""
 
@@ -40,10 +42,11 @@ class ForwardBatch:
     """int32 [sequences, most blocks]"""
     spans: dict[Span, tuple[Tensor, Tensor]]
     """First and last-plus-one position that each row sees, int32 [T] each."""
+    tiling: Tiling
 
 
 def forward_batch(
-    segments: Sequence[Segment], spans: frozenset[Span], block_size: int, device: torch.device
+    segments: Sequence[Segment], spans: frozenset[Span], block_size: int, device: torch.device, group: int = 1
 ) -> ForwardBatch:
     counts = np.array([segment.num_tokens for segment in segments])
     starts = np.array([segment.start for segment in segments])
@@ -59,13 +62,32 @@ def forward_batch(
     for window, causal in spans:
         begin = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
         seen[window, causal] = (_int32(begin, device), _int32(positions + 1 if causal else ends, device))
+    tiles, tokens = tiles_of(counts, group)
     return ForwardBatch(
         positions=_int32(positions, device),
         slots=torch.from_numpy(slots).to(device),
         row_seq=_int32(row_seq, device),
         tables=torch.from_numpy(tables).to(device),
         spans=seen,
+        tiling=Tiling(torch.from_numpy(tiles).to(device), tokens, 0),
     )
+
+
+def tiles_of(counts: np.ndarray, group: int, block_length: int = 1) -> tuple[np.ndarray, int]:
+    """int32 [tiles, 2] of (first row, rows) for segments of `counts` rows, and the most rows of a tile:
+    made for single rows, for blocks, or for prompts, which makes few kinds of rounds.
+
+    `group` query heads share a KV head.
+    """
+    longest = int(counts.max())
+    fitting = [length for length in (1, block_length) if longest <= tokens_per_tile(length, group)]
+    tokens = tokens_per_tile(fitting[0] if fitting else longest, group)
+    pieces = -(-counts // tokens)
+    segment = np.repeat(np.arange(len(counts)), pieces)
+    within = np.arange(pieces.sum()) - (np.cumsum(pieces) - pieces)[segment]
+    first = (np.cumsum(counts) - counts)[segment] + within * tokens
+    size = np.minimum(counts[segment] - within * tokens, tokens)
+    return np.stack([first, size], axis=1).astype(np.int32), tokens
 
 
 def _int32(array: np.ndarray, device: torch.device) -> Tensor:

@@ -6,6 +6,9 @@ covers both and a released block frees both. A block is in exactly one of three 
     held        ref count >= 1: in the table of that many sequences
     evictable   ref count 0, registered: its content is kept until the room is needed, oldest first
     free        ref count 0, not registered: content is never read
+
+A cached prefix always has the target's KV. The draft's is missing in blocks that were computed while
+nothing was drafted; such a block says so, and whoever finds it may decode on it but not draft.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ class BlockAllocator:
         # second one with the same content stays private to its sequence.
         self._digests: list[bytes | None] = [None] * num_blocks
         self._registered: dict[bytes, int] = {}
+        self._has_context = [False] * num_blocks
 
     @property
     def num_free(self) -> int:
@@ -92,11 +96,14 @@ class BlockAllocator:
             self._ref_counts[block] += 1
         return blocks
 
-    def register(self, block: int, parent: int | None, tokens: Sequence[int]) -> None:
+    def register(
+        self, block: int, parent: int | None, tokens: Sequence[int], has_context: bool = True
+    ) -> None:
         """Offers a held block, full of computed KV, as a prefix for others.
 
         `parent` is the block before it in the same table, given to `register` earlier or matched;
         None for the first. A block registered earlier with the same content stays the one offered.
+        `has_context` says whether the draft's KV is there too.
         """
         if not self._prefix_caching:
             return
@@ -105,7 +112,17 @@ class BlockAllocator:
         assert above is not None, f"block {parent} before block {block} has no digest"
         digest = chain_digest(above, tokens)
         self._digests[block] = digest
+        self._has_context[block] = has_context
         self._registered.setdefault(digest, block)
+
+    def first_without_context(self, blocks: Sequence[int]) -> int | None:
+        """Index of the first of these matched blocks that lacks the draft's KV; None if all have it."""
+        return next((index for index, block in enumerate(blocks) if not self._has_context[block]), None)
+
+    def complete_context(self, blocks: Sequence[int]) -> None:
+        """The draft's KV of these registered blocks is written too."""
+        for block in blocks:
+            self._has_context[block] = True
 
     def release(self, blocks: Sequence[int]) -> None:
         """Gives back one reference to each block of a table, given in order of position.

@@ -1,51 +1,34 @@
 """The engine without threads or event loops: add requests, step, take the pieces of answers.
 
 A step is decide, execute, commit: the scheduler plans without tensors, the runner computes without
-policy, and what came of it is cut at the first stop and committed.
+policy, and what came of it is cut at the first stop and committed. With a runner that goes ahead, a step
+commits the round before the one that it launched.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
+from dflash_engine.answer import Advance, Answer, Prepared
 from dflash_engine.attribution import row_weight, share_ns
 from dflash_engine.config import EngineConfig
+from dflash_engine.draft_policy import DraftPolicy, Outcome
 from dflash_engine.errors import BadPrompt, BadSampling, PromptTooLong
 from dflash_engine.loading import load
-from dflash_engine.plan import RowCommit, RowOutput, RowPlan
-from dflash_engine.request import Chunk, FinishReason, Request, Result, SamplingParams, TokenLogprob, Usage
+from dflash_engine.ops import MAX_BIAS
+from dflash_engine.pipeline import Pipeline
+from dflash_engine.plan import RowPlan, StepOutput, StepPlan
+from dflash_engine.request import Chunk, Request, SamplingParams
 from dflash_engine.stats import EngineStats
 from dflash_engine.stops import StopWatcher
 
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request that has been checked: what the scheduler needs."""
-
-    request: Request
-    prompt: tuple[int, ...]
-    max_tokens: int
-    seed: int
+__all__ = ["EngineCore", "Prepared"]
 
 
-@dataclass(slots=True)
-class _Answer:
-    """One request's answer so far."""
-
-    request_id: str
-    prepared: Prepared
-    watcher: StopWatcher
-    tokens: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    cached_tokens: int = 0
-    steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    busy_ns: int = 0
+LEARNT_ROWS = 8
+"""Rows that go by before the policy is told of a round."""
 
 
 class EngineCore:
@@ -57,18 +40,25 @@ class EngineCore:
         self.fingerprint = parts.fingerprint.digest
         self.block_length = parts.block_length
         self.max_model_len = parts.max_model_len
+        self.memory = parts.memory
         self._model = parts.model
         self._eos_token_ids = parts.eos_token_ids
         self._tokenizer = parts.tokenizer
         self._scheduler = parts.scheduler
-        self._runner = parts.runner
-        self._answers: dict[int, _Answer] = {}
+        self._pipeline = Pipeline(parts.runner)
+        self._policy = parts.policy
+        self._unlearnt_rows = 0
+        self._answers: dict[int, Answer] = {}
         self._num_requests = 0
         self._totals = EngineStats()
+        # Since when time in steps is charged to no round, and such time of steps that committed none.
+        self._since_ns = 0
+        self._carried_ns = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._answers)
+        """True until every answer is given and no round is in flight."""
+        return bool(self._answers) or self._pipeline.in_flight > 0
 
     def prepare(self, request: Request) -> Prepared:
         """Tokenises and checks; may be called from any thread. Raises `RequestError`."""
@@ -94,7 +84,7 @@ class EngineCore:
         seq_id, sampling = self._num_requests, prepared.request.sampling
         watcher = StopWatcher(self._tokenizer.stream(), sampling, self._eos_token_ids, prepared.max_tokens)
         request_id = prepared.request.request_id or f"request-{seq_id}"
-        self._answers[seq_id] = _Answer(request_id, prepared, watcher)
+        self._answers[seq_id] = Answer(request_id, prepared, watcher)
         self._scheduler.add(
             seq_id, prepared.prompt, prepared.max_tokens, sampling, prepared.seed, prepared.request.priority
         )
@@ -102,31 +92,30 @@ class EngineCore:
 
     def abort(self, seq_id: int) -> Chunk | None:
         """Ends a request between steps; None where it has ended already."""
-        answer = self._answers.pop(seq_id, None)
-        if answer is None:
+        if seq_id not in self._answers:
             return None
+        answer = self._end(seq_id)
         answer.cached_tokens = self._scheduler.cached_tokens(seq_id)
         self._scheduler.abort(seq_id)
-        return Chunk("", (), self._result(answer, "abort"))
+        return Chunk(answer.flush(), (), answer.result("abort", self.fingerprint))
 
     def step(self) -> list[tuple[int, Chunk]]:
-        """One round for everything that runs: pieces of answers by sequence id."""
-        began = time.perf_counter_ns()
-        plan = self._scheduler.plan()
-        if plan is None:
-            return []
-        output = self._runner.execute(plan)
-        advanced = [self._advance(row, out) for row, out in zip(plan.rows, output.rows, strict=True)]
-        self._scheduler.commit([commit for commit, _, _ in advanced])
-        busy_ns = time.perf_counter_ns() - began
-        self._charge(busy_ns, plan.rows, output.rows, [commit for commit, _, _ in advanced])
-        chunks = []
-        for commit, text, finish in advanced:
-            result = self._result(self._answers.pop(commit.seq_id), finish) if finish else None
-            if result is not None or text or commit.tokens:
-                chunks.append((commit.seq_id, Chunk(text, commit.tokens, result)))
+        """One round for everything that runs: pieces of answers by sequence id.
+
+        There may be none while the first round is on its way.
+        """
+        self._since_ns = time.perf_counter_ns()
+        chunks: list[tuple[int, Chunk]] = []
+        num_committed = 0
+        for plan, output in self._pipeline.rounds(self._scheduler.plan()):
+            chunks += self._commit(plan, output)
+            num_committed += 1
         if not self._answers:
+            for plan, output in self._pipeline.drain():
+                self._commit(plan, output)
             self._scheduler.check_integrity()
+        elif self._pipeline.in_flight and not num_committed:
+            self._carried_ns = self._lap_ns()
         return chunks
 
     def stats(self) -> EngineStats:
@@ -138,6 +127,8 @@ class EngineCore:
             raise BadPrompt("the prompt is empty")
         if not 0 <= min(prompt) <= max(prompt) < vocab:
             raise BadPrompt(f"prompt token ids must lie in 0..{vocab - 1}")
+        if len(sampling.logit_bias) > MAX_BIAS:
+            raise BadSampling(f"logit_bias has {len(sampling.logit_bias)} tokens; {MAX_BIAS} are the most")
         for name, tokens in (
             ("logit_bias", sampling.logit_bias),
             ("stop_token_ids", sampling.stop_token_ids),
@@ -146,70 +137,95 @@ class EngineCore:
                 if not 0 <= token < vocab:
                     raise BadSampling(f"{name}: token {token} does not exist; ids are 0..{vocab - 1}")
 
-    def _advance(self, row: RowPlan, output: RowOutput) -> tuple[RowCommit, str, FinishReason | None]:
-        """Cuts what the target chose at the first stop and books it."""
-        answer = self._answers[row.seq_id]
-        accepted = answer.watcher.accept(output.tokens)
-        kept = output.tokens[: accepted.kept]
-        if answer.tokens and row.sample:
-            answer.steps += 1
-        answer.drafted_tokens += output.num_drafted
-        commit = RowCommit(row.seq_id, kept, accepted.finish is not None)
-        answer.accepted_tokens += _num_accepted(output, commit)
-        answer.tokens.extend(kept)
-        answer.logprobs.extend(output.logprobs[: accepted.kept])
-        answer.pieces.append(accepted.text)
-        answer.cached_tokens = self._scheduler.cached_tokens(row.seq_id)
-        return commit, accepted.text, accepted.finish
+    def _commit(self, plan: StepPlan, output: StepOutput) -> list[tuple[int, Chunk]]:
+        """Books what came of a round, and says what is new of each answer.
 
-    def _charge(
-        self,
-        busy_ns: int,
-        rows: Sequence[RowPlan],
-        outputs: Sequence[RowOutput],
-        commits: Sequence[RowCommit],
+        Rows of requests that have ended since the round was planned are thrown away.
+        """
+        advances: list[Advance] = []
+        paying: list[Answer | None] = []
+        for row, out in zip(plan.rows, output.rows, strict=True):
+            answer = self._answers.get(row.seq_id)
+            paying.append(answer)
+            if answer is not None:
+                if not answer.tokens:
+                    answer.cached_tokens = self._scheduler.cached_tokens(row.seq_id)
+                advances.append(answer.advance(row, out))
+        self._scheduler.commit([advance.commit for advance in advances])
+        if self._policy is not None:
+            self._learn(self._policy, plan, output, paying)
+        lap_ns = self._lap_ns()
+        self._charge(lap_ns if output.busy_ns is None else output.busy_ns, plan.rows, paying)
+        self._count(advances)
+        chunks = []
+        for commit, text, finish, _, _ in advances:
+            result = None
+            if finish is not None:
+                result = self._end(commit.seq_id).result(finish, self.fingerprint)
+            if commit.tokens:
+                chunks.append((commit.seq_id, Chunk(text, commit.tokens, result)))
+        return chunks
+
+    def _end(self, seq_id: int) -> Answer:
+        if self._policy is not None:
+            self._policy.forget(seq_id)
+        return self._answers.pop(seq_id)
+
+    def _learn(
+        self, policy: DraftPolicy, plan: StepPlan, output: StepOutput, paying: list[Answer | None]
     ) -> None:
-        for row, share in zip(rows, share_ns(busy_ns, [row_weight(row) for row in rows]), strict=True):
-            self._answers[row.seq_id].busy_ns += share
+        """Tells the policy what the round's drafts were worth and what it took; of a few rows, now and then,
+        since telling it costs the host a good part of a short round."""
+        self._unlearnt_rows += len(plan.rows)
+        if self._unlearnt_rows < LEARNT_ROWS:
+            return
+        self._unlearnt_rows = 0
+        outcomes = []
+        other_tokens = 0
+        for row, out, answer in zip(plan.rows, output.rows, paying, strict=True):
+            if answer is None or not row.sample or row.num_tokens > 1 or not (row.ahead or row.num_draft):
+                other_tokens += row.num_tokens + row.num_draft
+            else:
+                outcomes.append(Outcome(row.seq_id, row.num_draft, len(out.tokens) - 1))
+        seconds = None if output.busy_ns is None else output.busy_ns / 1e9
+        policy.observe_round(outcomes, other_tokens, plan.write_context, seconds)
+
+    def _lap_ns(self) -> int:
+        """Time in steps since this was last asked."""
+        now = time.perf_counter_ns()
+        lap_ns = self._carried_ns + now - self._since_ns
+        self._carried_ns, self._since_ns = 0, now
+        return lap_ns
+
+    def _charge(self, busy_ns: int, rows: tuple[RowPlan, ...], paying: list[Answer | None]) -> None:
+        """Shares a round's time among its rows; what was thrown away has no one to pay for it."""
+        discarded_ns = discarded_tokens = prompt_tokens = 0
+        shares = share_ns(busy_ns, [row_weight(row) for row in rows])
+        for row, share, answer in zip(rows, shares, paying, strict=True):
+            if answer is None:
+                discarded_ns += share
+                discarded_tokens += row.num_tokens + row.num_draft
+            else:
+                answer.busy_ns += share
+                prompt_tokens += max(min(row.start + len(row.tokens), len(row.prompt)) - row.start, 0)
+        totals = self._totals
+        self._totals = replace(
+            totals,
+            steps=totals.steps + 1,
+            busy_ns=totals.busy_ns + busy_ns,
+            discarded_ns=totals.discarded_ns + discarded_ns,
+            discarded_tokens=totals.discarded_tokens + discarded_tokens,
+            prompt_tokens=totals.prompt_tokens + prompt_tokens,
+        )
+
+    def _count(self, advances: list[Advance]) -> None:
         scheduler, totals = self._scheduler.stats(), self._totals
-        self._totals = EngineStats(
+        self._totals = replace(
+            totals,
             waiting=scheduler.waiting,
             running=scheduler.running,
             preemptions=scheduler.preemptions,
-            steps=totals.steps + 1,
-            busy_ns=totals.busy_ns + busy_ns,
-            prompt_tokens=totals.prompt_tokens + sum(_num_prompt_tokens(row) for row in rows),
-            completion_tokens=totals.completion_tokens + sum(len(commit.tokens) for commit in commits),
-            drafted_tokens=totals.drafted_tokens + sum(out.num_drafted for out in outputs),
-            accepted_tokens=totals.accepted_tokens + sum(map(_num_accepted, outputs, commits)),
+            completion_tokens=totals.completion_tokens + sum([len(each.commit.tokens) for each in advances]),
+            drafted_tokens=totals.drafted_tokens + sum([each.num_drafted for each in advances]),
+            accepted_tokens=totals.accepted_tokens + sum([each.num_accepted for each in advances]),
         )
-
-    def _result(self, answer: _Answer, finish: FinishReason) -> Result:
-        wants_logprobs = answer.prepared.request.sampling.logprobs is not None
-        return Result(
-            request_id=answer.request_id,
-            text="".join(answer.pieces),
-            tokens=tuple(answer.tokens),
-            finish_reason=finish,
-            usage=Usage(
-                prompt_tokens=len(answer.prepared.prompt),
-                cached_tokens=answer.cached_tokens,
-                completion_tokens=len(answer.tokens),
-                steps=answer.steps,
-                drafted_tokens=answer.drafted_tokens,
-                accepted_tokens=answer.accepted_tokens,
-                busy_ns=answer.busy_ns,
-            ),
-            seed=answer.prepared.seed,
-            logprobs=tuple(answer.logprobs) if wants_logprobs else None,
-            fingerprint=self.fingerprint,
-        )
-
-
-def _num_accepted(output: RowOutput, commit: RowCommit) -> int:
-    """Guesses that stand in the answer: not the target's own token, nor what a stop cut off."""
-    return min(len(commit.tokens), max(len(output.tokens) - 1, 0))
-
-
-def _num_prompt_tokens(row: RowPlan) -> int:
-    return max(min(row.start + len(row.tokens), len(row.prompt)) - row.start, 0)

@@ -8,6 +8,7 @@ from typing import Any, overload
 from dflash_engine.config import EngineConfig
 from dflash_engine.core import EngineCore
 from dflash_engine.errors import EngineDead, RequestError
+from dflash_engine.memory import MemoryReport
 from dflash_engine.request import Chunk, Message, PromptLike, Request, Result, SamplingParams, as_request
 from dflash_engine.stats import EngineStats
 
@@ -26,6 +27,11 @@ class DFlashEngine:
     def fingerprint(self) -> str:
         """Digest of all that decides the tokens: weights, precision, device, kernels."""
         return self._core.fingerprint
+
+    @property
+    def memory(self) -> MemoryReport:
+        """What weights and caches take, and what the draft costs."""
+        return self._core.memory
 
     def stats(self) -> EngineStats:
         return self._core.stats()

@@ -32,7 +32,7 @@ class FakeEngine:
         self._max_model_len = config.max_model_len or MAX_MODEL_LEN
         self._default_max_tokens = config.default_max_tokens
         self._num_draft = 0 if config.draft is None else (config.block_length or 8) - 1
-        self._slots = asyncio.Semaphore(config.max_num_seqs)
+        self._slots = asyncio.Semaphore(config.limit("max_num_seqs", "cpu"))
         self._unfinished: dict[str, bool] = {}
         self._running = 0
         self._used = Usage()

@@ -27,32 +27,51 @@ class KVShape:
 
 
 class KVCache:
-    """`keys[layer]` and `values[layer]` are [blocks, block size, Hkv, D]."""
+    """`keys[layer]` and `values[layer]` are [blocks + 1, block size, Hkv, D]; the last block takes what rows
+    of padding write."""
 
     def __init__(
         self, shape: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        size = (shape.num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        size = (shape.num_layers, num_blocks + 1, block_size, shape.num_kv_heads, shape.head_dim)
         self.keys: Tensor = torch.empty(size, dtype=dtype, device=device)
         self.values: Tensor = torch.empty(size, dtype=dtype, device=device)
 
 
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """The pools of target and draft, one block id for both."""
+
+    target: KVCache
+    draft: KVCache | None
+    num_blocks: int
+    block_size: int
+
+
 def num_blocks(
-    config: EngineConfig, shapes: list[KVShape], dtype: torch.dtype, device: torch.device, one_sequence: int
+    config: EngineConfig,
+    shapes: list[KVShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    one_sequence: int,
+    workspace_bytes: int = 0,
 ) -> int:
     """Blocks for all pools together. Raises `ConfigError` with the numbers where one sequence does not fit.
 
-    `one_sequence` is the most tokens that a sequence holds, its draft block included.
+    `one_sequence` is the most tokens that a sequence holds, its draft block included; `workspace_bytes` of
+    a GPU's memory are kept for other things than weights and caches.
     """
     per_token = sum(shape.bytes_per_token(dtype) for shape in shapes)
     if config.kv_cache_tokens is not None:
         tokens, source = config.kv_cache_tokens, "kv_cache_tokens"
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        usable = int(total * config.gpu_memory_utilization) - (total - free)
-        tokens, source = (
-            max(usable, 0) // per_token,
-            f"gpu_memory_utilization {config.gpu_memory_utilization}",
+        usable = int(total * config.gpu_memory_utilization) - (total - free) - workspace_bytes
+        tokens = max(usable, 0) // per_token
+        source = (
+            f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / 1e9:.1f} GB, of which "
+            f"{(total - free) / 1e9:.1f} GB are taken by weights and others and "
+            f"{workspace_bytes / 1e9:.1f} GB by a step's work,"
         )
     else:
         tokens, source = max(CPU_KV_BYTES // per_token, one_sequence + config.kv_block_size), "the default"

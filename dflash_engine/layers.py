@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from dflash_engine.batching import ForwardBatch, Span
 from dflash_engine.checkpoint import Checkpoint
 from dflash_engine.kv_cache import KVCache
 from dflash_engine.ops import Ops, Weight
+from dflash_engine.shard import Shard
 
 
 class LayerSizes(Protocol):
@@ -44,48 +45,121 @@ class Linear:
     weight: Weight
     bias: Tensor | None
 
-    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
-
 
 class WeightReader:
-    """Takes tensors out of a checkpoint in the engine's dtype, fused and packed."""
+    """Takes tensors out of a checkpoint in the engine's dtype, fused and packed: of those that are divided
+    among ranks, the shard's part. Shapes are those of the whole model."""
 
-    def __init__(self, checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, device: torch.device, shard: Shard
+    ) -> None:
         self._checkpoint = checkpoint
         self._ops = ops
         self._dtype = dtype
         self._device = device
+        self._shard = shard
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        return self._checkpoint.take(name, shape).to(self._device, self._dtype).contiguous()
+        return self._moved(self._checkpoint.take(name, shape))
+
+    def _part(self, name: str, dim: int, *shape: int) -> Tensor:
+        return self._moved(self._shard.part(self._checkpoint.take(name, shape), dim))
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, self._dtype).contiguous()
 
     def linear(self, name: str, rows: int, width: int) -> Linear:
         return Linear(self._ops.pack(self.tensor(f"{name}.weight", rows, width)), None)
 
-    def fused(self, prefix: str, names: dict[str, int], width: int, bias: bool) -> Linear:
-        """One linear from several that share their input: their outputs one after the other."""
+    def fused(
+        self, prefix: str, names: dict[str, int], width: int, bias: bool, norm: Tensor | None = None
+    ) -> Linear:
+        """One linear from several that share their input, normed by `norm`: their outputs one after the
+        other, each divided among the ranks."""
         weight = torch.cat(
-            [self.tensor(f"{prefix}.{name}.weight", rows, width) for name, rows in names.items()]
+            [self._part(f"{prefix}.{name}.weight", 0, rows, width) for name, rows in names.items()]
         )
         biases = (
-            [self.tensor(f"{prefix}.{name}.bias", rows) for name, rows in names.items()] if bias else None
+            [self._part(f"{prefix}.{name}.bias", 0, rows) for name, rows in names.items()] if bias else None
         )
-        return Linear(self._ops.pack(weight), torch.cat(biases) if biases else None)
+        return Linear(self._ops.pack(weight, norm), torch.cat(biases) if biases else None)
+
+    def summed(self, name: str, rows: int, width: int, bias: bool) -> Linear:
+        """A linear for `Ops.add_linear`: its inputs are divided, its bias is added once and is whole."""
+        weight = self._part(f"{name}.weight", 1, rows, width)
+        return Linear(self._ops.pack(weight), self.tensor(f"{name}.bias", rows) if bias else None)
+
+    def experts(
+        self, prefix: str, names: dict[str, int], whole: str, width: int, num: int, dim: int
+    ) -> Weight:
+        """`num` fused matrices, one an expert, for `Ops.experts`, divided by outputs (dim 0) or inputs (1).
+
+        They stand in the checkpoint one by one, as `{prefix}.0.{name}.weight`, or all as one tensor
+        `{prefix}.{whole}` [num, outputs, width].
+        """
+        return self._ops.pack_experts(self._experts(prefix, names, f"{prefix}.{whole}", width, num, dim), num)
+
+    def _experts(
+        self, prefix: str, names: dict[str, int], whole: str, width: int, num: int, dim: int
+    ) -> Iterator[Tensor]:
+        """One after the other, so that at most one is in memory that is not yet packed."""
+        if self._checkpoint.has(whole):
+            rows = list(names.values())
+            for matrix in self._checkpoint.take(whole, (num, sum(rows), width)):
+                yield _joined([self._moved(self._shard.part(part, dim)) for part in matrix.split(rows)])
+            return
+        for expert in range(num):
+            yield _joined(
+                [
+                    self._part(f"{prefix}.{expert}.{name}.weight", dim, rows, width)
+                    for name, rows in names.items()
+                ]
+            )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(silu(gate) * up) of the normed residual, added to it."""
+
+    norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+    @classmethod
+    def read(cls, weights: WeightReader, prefix: str, hidden: int, inner: int, bias: bool) -> GatedMlp:
+        norm = weights.tensor(f"{prefix}.post_attention_layernorm.weight", hidden)
+        return cls(
+            norm=norm,
+            gate_up=weights.fused(
+                f"{prefix}.mlp", {"gate_proj": inner, "up_proj": inner}, hidden, bias, norm
+            ),
+            down=weights.summed(f"{prefix}.mlp.down_proj", hidden, inner, bias),
+        )
+
+    def forward(self, ops: Ops, residual: Tensor, eps: float, tap: Tensor | None) -> None:
+        inner = ops.gate_up(residual, self.norm, eps, self.gate_up.weight, self.gate_up.bias)
+        ops.add_linear(residual, inner, self.down.weight, self.down.bias, tap)
+
+
+class Mlp(Protocol):
+    def forward(self, ops: Ops, residual: Tensor, eps: float, tap: Tensor | None) -> None:
+        """Adds to residual [T, H] in place; `tap` [T, H] gets a copy of the sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Llama's and Qwen's pre-norm layer: attention and gated MLP, each added to the residual."""
+    """Llama's and Qwen's pre-norm layer: attention and MLP, each added to the residual."""
 
     input_norm: Tensor
     qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: Linear
-    post_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
     span: Span
 
     @classmethod
@@ -100,26 +174,28 @@ class Layer:
         o_bias: bool,
         mlp_bias: bool,
         qk_norm: bool,
+        mlp: Mlp | None = None,
     ) -> Layer:
+        """Takes the layer's tensors. `mlp` stands in for the dense MLP of `sizes`."""
         hidden, inner, head = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
         query, kv = sizes.num_heads * head, sizes.num_kv_heads * head
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        attention = f"{prefix}.self_attn"
+        input_norm = weights.tensor(f"{prefix}.input_layernorm.weight", hidden)
+        projections = {"q_proj": query, "k_proj": kv, "v_proj": kv}
         return cls(
-            input_norm=weights.tensor(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=weights.fused(attention, {"q_proj": query, "k_proj": kv, "v_proj": kv}, hidden, qkv_bias),
+            input_norm=input_norm,
+            qkv=weights.fused(attention, projections, hidden, qkv_bias, input_norm),
             q_norm=weights.tensor(f"{attention}.q_norm.weight", head) if qk_norm else None,
             k_norm=weights.tensor(f"{attention}.k_norm.weight", head) if qk_norm else None,
-            output=weights.fused(attention, {"o_proj": hidden}, query, o_bias),
-            post_norm=weights.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=weights.fused(mlp, {"gate_proj": inner, "up_proj": inner}, hidden, mlp_bias),
-            down=weights.fused(mlp, {"down_proj": hidden}, inner, mlp_bias),
+            output=weights.summed(f"{attention}.o_proj", hidden, query, o_bias),
+            mlp=mlp or GatedMlp.read(weights, prefix, hidden, inner, mlp_bias),
             span=span,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The layers of one model with the norm behind them."""
+    """The layers of one model, and the norm behind them."""
 
     layers: Sequence[Layer]
     norm: Tensor
@@ -132,40 +208,30 @@ class Stack:
         return frozenset(layer.span for layer in self.layers)
 
     def forward(
-        self, ops: Ops, residual: Tensor, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor]:
-        """Embedded rows [T, H], which are used up -> normed last hidden states [T, H], and features.
+        self, ops: Ops, residual: Tensor, batch: ForwardBatch, cache: KVCache, taps: Mapping[int, Tensor]
+    ) -> None:
+        """Embedded rows [T, H], which become the last hidden states before `norm`, in place.
 
-        Features [T, len(taps) H] are the outputs of the 0-based layers `taps`, before any norm
-        (transformers' hidden_states[i + 1]), side by side. Writes the rows' keys and values.
+        `taps` [T, H] get the outputs of the 0-based layers that they stand under, before any norm
+        (transformers' hidden_states[i + 1]). Writes the rows' keys and values.
         """
-        tapped = {}
-        x = ops.rms_norm(residual, self.layers[0].input_norm, self.eps)
-        following = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            mixed = self._attend(ops, layer, x, batch, cache.keys[index], cache.values[index])
-            x = ops.rms_norm(mixed, layer.post_norm, self.eps, residual)
-            x = layer.down(ops, ops.silu_mul(layer.gate_up(ops, x)))
-            x = ops.rms_norm(x, next_norm, self.eps, residual)
-            if index in taps:
-                tapped[index] = residual.clone()
-        features = torch.cat([tapped[tap] for tap in taps], dim=1) if taps else residual[:, :0]
-        return x, features
-
-    def _attend(
-        self, ops: Ops, layer: Layer, x: Tensor, batch: ForwardBatch, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        query = ops.rope_store(
-            layer.qkv(ops, x),
-            self.num_heads,
-            (layer.q_norm, layer.k_norm),
-            self.eps,
-            self.rope,
-            batch.positions,
-            batch.slots,
-            keys,
-            values,
-        )
-        begin, end = batch.spans[layer.span]
-        mixed = ops.attention(query, keys, values, batch.tables, batch.row_seq, begin, end)
-        return layer.output(ops, mixed)
+        for index, layer in enumerate(self.layers):
+            keys, values = cache.keys[index], cache.values[index]
+            query = ops.qkv(
+                residual,
+                layer.input_norm,
+                self.eps,
+                layer.qkv.weight,
+                layer.qkv.bias,
+                self.num_heads,
+                (layer.q_norm, layer.k_norm),
+                self.rope,
+                batch.positions,
+                batch.slots,
+                keys,
+                values,
+            )
+            begin, end = batch.spans[layer.span]
+            mixed = ops.attention(query, keys, values, batch.tables, batch.row_seq, begin, end, batch.tiling)
+            ops.add_linear(residual, mixed, layer.output.weight, layer.output.bias)
+            layer.mlp.forward(ops, residual, self.eps, taps.get(index))

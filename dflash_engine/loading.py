@@ -10,17 +10,28 @@ from pathlib import Path
 import torch
 
 from dflash_engine import kv_cache
-from dflash_engine.catalog import resolve_draft, resolve_model
+from dflash_engine.calibration import Limits
 from dflash_engine.checkpoint import Checkpoint
 from dflash_engine.config import EngineConfig
+from dflash_engine.crew import Crew
+from dflash_engine.devices import select_device
+from dflash_engine.draft_policy import DraftPolicy
 from dflash_engine.errors import ConfigError
 from dflash_engine.fingerprint import Fingerprint, device_kind, triton_version, weights_digest
-from dflash_engine.model_config import DraftConfig, ModelConfig, read_draft_config, read_model_config
+from dflash_engine.gpu_building import GpuParts, Models, build
+from dflash_engine.kv_cache import Caches, KVCache
+from dflash_engine.leading import LeadingRunner
+from dflash_engine.memory import MemoryReport, memory_report
+from dflash_engine.model_config import DraftConfig, ModelConfig
 from dflash_engine.models.draft import DraftModel, draft_linears
 from dflash_engine.models.target import TargetModel, target_linears
-from dflash_engine.ops import Ops, Sizes, choose_ops
+from dflash_engine.ops import DEVICE_OPS, Ops, Sizes, choose_ops
+from dflash_engine.pipeline import Executor, Launcher
+from dflash_engine.random_weights import NoTokenizer, RandomCheckpoint
 from dflash_engine.runner import Runner
 from dflash_engine.scheduler import Scheduler
+from dflash_engine.shard import ALONE, Rank
+from dflash_engine.sources import Sources, find
 from dflash_engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -30,103 +41,156 @@ logger = logging.getLogger(__name__)
 class Parts:
     """What an engine core is made of."""
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | NoTokenizer
     scheduler: Scheduler
-    runner: Runner
+    runner: Executor | Launcher
+    policy: DraftPolicy | None
     model: ModelConfig
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     block_length: int
     fingerprint: Fingerprint
+    memory: MemoryReport
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The models of one rank, and what follows from the device that they are on."""
+
+    models: Models
+    ops: Ops
+    limits: Limits
+    ahead: int
+    length: int
+    """Positions that are served."""
 
 
 def load(config: EngineConfig) -> Parts:
     """Raises `ConfigError` in one sentence where the engine cannot start as asked."""
-    device, dtype = _device(config.device), getattr(torch, config.dtype)
+    sources = find(config)
+    device = select_device(config, 0)
+    if config.tensor_parallel_size == 1:
+        return _load(config, sources, ALONE)
+    crew = Crew(config, device)
+    with crew.starting():
+        return _load(config, sources, crew.rank)
+
+
+def read_models(config: EngineConfig, sources: Sources, rank: Rank) -> Loaded:
+    """The rank's part of the weights, on its device. Raises `ConfigError`."""
+    device, dtype, shard = select_device(config, rank.shard.rank), getattr(torch, config.dtype), rank.shard
     threads = config.threads or os.cpu_count() or 1
-    folder = resolve_model(config.model)
-    model = read_model_config(folder)
-    draft_folder = resolve_draft(config.draft, config.model)
-    draft = read_draft_config(draft_folder, model) if draft_folder else None
-    block_length = _block_length(config, draft)
-    max_model_len = _max_model_len(config, model)
-    ops = choose_ops(config.ops, device, dtype, threads, _sizes(model, draft))
+    model, draft, block_length = sources.model, sources.draft, sources.block_length
+    sizes = _sizes(shard.share(model), shard.share(draft) if draft is not None else None)
+    ops = choose_ops(config.ops, device, dtype, threads, sizes, exact=config.exact, group=rank.group)
     if device.type == "cpu":
         # The compiled kernels have threads of their own, and torch's would spin in their way: with both,
         # a step took a fifth longer on 2 cores.
         torch.set_num_threads(1 if ops.name == "cpu" else threads)
-    length = max_model_len + block_length
-    target_model = TargetModel(model, Checkpoint(folder), ops, dtype, device, length)
+    ahead = 1 if ops.name in DEVICE_OPS else 0
+    _check_simulated(config, block_length, on_device=bool(ahead))
+    length = sources.max_model_len + (1 + ahead) * block_length
+    checkpoint = _checkpoint(config, sources.folder, device, 0)
+    target_model = TargetModel(model, checkpoint, ops, dtype, device, length, shard)
     draft_model = None
-    if draft is not None and draft_folder is not None and block_length > 1:
-        draft_model = DraftModel(draft, Checkpoint(draft_folder), ops, dtype, device, length)
-    shapes = [part.kv_shape for part in (target_model, draft_model) if part is not None]
-    num_blocks = kv_cache.num_blocks(config, shapes, dtype, device, length)
-    _log(config, draft_folder, ops, device, num_blocks, block_length)
-    tokenizer = Tokenizer.load(folder)
+    if draft is not None and sources.draft_folder is not None and block_length > 1:
+        checkpoint = _checkpoint(config, sources.draft_folder, device, 1)
+        draft_model = DraftModel(draft, checkpoint, ops, dtype, device, length, shard)
+    limits = Limits(
+        config.limit("max_num_seqs", device.type),
+        config.limit("max_step_tokens", device.type),
+        sources.max_model_len,
+    )
+    return Loaded(Models(target_model, draft_model, dtype, device), ops, limits, ahead, length)
+
+
+def build_runner(config: EngineConfig, sources: Sources, loaded: Loaded, rank: Rank) -> GpuParts | HostParts:
+    """Caches and a runner, once all ranks have their models. Raises `ConfigError`."""
+    # From here on ranks wait for each other on the device, where no error reaches them.
+    rank.agree(0)
+    if loaded.ahead:
+        return build(config, loaded.models, loaded.limits, sources.block_length, rank)
+    return _on_host(config, loaded.models, sources.block_length, loaded.length, rank)
+
+
+def _load(config: EngineConfig, sources: Sources, rank: Rank) -> Parts:
+    folder, model = sources.folder, sources.model
+    loaded = read_models(config, sources, rank)
+    models, ops, limits = loaded.models, loaded.ops, loaded.limits
+    built = build_runner(config, sources, loaded, rank)
+    used_draft = models.draft.share if models.draft is not None else None
+    kv_tokens = built.num_blocks * config.kv_block_size
+    memory = memory_report(models.target.share, used_draft, models.dtype, kv_tokens)
+    _log(config, sources.draft_folder, ops, models.device, sources.block_length, memory)
+    tokenizer = Tokenizer.load(folder) if config.weights == "checkpoint" else NoTokenizer()
     return Parts(
         tokenizer=tokenizer,
         scheduler=Scheduler(
-            num_blocks=num_blocks,
+            num_blocks=built.num_blocks,
             block_size=config.kv_block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_step_tokens=config.max_step_tokens,
-            max_model_len=max_model_len,
-            block_length=block_length,
+            max_num_seqs=limits.max_num_seqs,
+            max_step_tokens=limits.max_step_tokens,
+            max_mixed_tokens=built.max_mixed_tokens,
+            max_model_len=sources.max_model_len,
+            block_length=sources.block_length,
             prefix_caching=config.prefix_caching,
+            rounds_ahead=loaded.ahead,
+            draft_policy=built.policy,
         ),
-        runner=Runner(
-            target_model, draft_model, num_blocks, config.kv_block_size, block_length, dtype, device
-        ),
+        runner=built.runner,
+        policy=built.policy,
         model=model,
         eos_token_ids=tuple(sorted({*model.eos_token_ids, *tokenizer.eos_token_ids})),
-        max_model_len=max_model_len,
-        block_length=block_length,
+        max_model_len=sources.max_model_len,
+        block_length=sources.block_length,
         fingerprint=Fingerprint(
-            weights=weights_digest(folder),
+            weights=weights_digest(folder) if config.weights == "checkpoint" else "random",
             dtype=config.dtype,
-            device=device_kind(device),
+            device=device_kind(models.device),
             kernels=f"{ops.name}-{ops.version}",
-            tensor_parallel_size=1,
+            tensor_parallel_size=config.tensor_parallel_size,
             torch=torch.__version__,
             triton=triton_version(),
         ),
+        memory=memory,
     )
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not known; use auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
+def _checkpoint(config: EngineConfig, folder: Path, device: torch.device, seed: int) -> Checkpoint:
+    if config.weights == "checkpoint":
+        return Checkpoint(folder)
+    return RandomCheckpoint(device, getattr(torch, config.dtype), seed)
 
 
-def _block_length(config: EngineConfig, draft: DraftConfig | None) -> int:
-    if draft is None:
-        if config.block_length not in (None, 1):
-            raise ConfigError(
-                f"block_length {config.block_length} needs a draft, and {config.model} has none"
-            )
-        return 1
-    return config.block_length or draft.block_size
+@dataclass(frozen=True, slots=True)
+class HostParts:
+    """A runner that has each step's result before the next one is planned."""
+
+    runner: Executor
+    num_blocks: int
+    policy: DraftPolicy | None = None
+    max_mixed_tokens: int | None = None
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_model_len is None:
-        return model.max_position_embeddings
-    if config.max_model_len > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is more than the {model.max_position_embeddings} "
-            f"positions of {config.model}"
-        )
-    return config.max_model_len
+def _on_host(config: EngineConfig, models: Models, block_length: int, length: int, rank: Rank) -> HostParts:
+    parts = [part for part in (models.target, models.draft) if part is not None]
+    dtype, device, size = models.dtype, models.device, config.kv_block_size
+    shapes = [part.kv_shape for part in parts]
+    num_blocks = rank.agree(kv_cache.num_blocks(config, shapes, dtype, device, length))
+    pools = [KVCache(part.kv_shape, num_blocks, size, dtype, device) for part in parts]
+    caches = Caches(pools[0], pools[1] if models.draft is not None else None, num_blocks, size)
+    runner: Executor = Runner(models.target, models.draft, caches, block_length, device)
+    return HostParts(runner if rank.followers is None else LeadingRunner(runner, rank.followers), num_blocks)
+
+
+def _check_simulated(config: EngineConfig, block_length: int, *, on_device: bool) -> None:
+    mean = config.simulated_acceptance
+    if mean is None:
+        return
+    if not on_device:
+        raise ConfigError("simulated_acceptance needs operations that choose on the device: ops triton")
+    if mean > block_length > 1:
+        raise ConfigError(f"simulated_acceptance {mean} is more than block_length {block_length}")
 
 
 def _sizes(model: ModelConfig, draft: DraftConfig | None) -> Sizes:
@@ -140,16 +204,16 @@ def _log(
     draft: Path | None,
     ops: Ops,
     device: torch.device,
-    num_blocks: int,
     block_length: int,
+    memory: MemoryReport,
 ) -> None:
     logger.info(
-        "%s with %s on %s in %s: %s operations, block length %d, %d KV tokens",
+        "%s with %s on %s in %s: %s operations, block length %d; %s",
         config.model,
         f"draft {draft.name}" if draft else "no draft",
         device,
         config.dtype,
         ops.name,
         block_length,
-        num_blocks * config.kv_block_size,
+        memory,
     )

@@ -1,7 +1,8 @@
 """What a checkpoint's config.json says, for target models and DFlash drafts, as checked values.
 
-Key names, defaults and meaning of the target follow transformers' Llama, Qwen2 and Qwen3
-configurations; those of the draft follow z-lab's published DFlash checkpoints (arXiv 2602.06036).
+Key names, defaults and meaning of the target follow transformers' Llama, Qwen2, Qwen3
+and Qwen3-MoE configurations; those of the draft follow z-lab's published DFlash checkpoints (arXiv
+2602.06036).
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from pathlib import Path
 from typing import Literal, cast
 
 from dflash_engine.errors import ConfigError
+from dflash_engine.experts_config import ExpertsConfig, parse_experts
 from dflash_engine.raw_config import RawConfig, RawDraftConfig, read_json
 from dflash_engine.rope import RopeConfig, parse_rope
 
-Architecture = Literal["llama", "qwen2", "qwen3"]
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}
 DEFAULT_BLOCK_SIZE = 16
 QWEN3_HEAD_DIM = 128
+QWEN3_MOE_WINDOW = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,12 @@ class ModelConfig:
     """One a layer: position i sees position j <= i where i - j < window; None sees all."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json, ascending."""
+    experts: ExpertsConfig | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,11 @@ class DraftConfig:
     causal: tuple[bool, ...]
     """One a layer: whether positions inside the block see only the ones before them."""
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
 
 def read_model_config(folder: Path) -> ModelConfig:
     """The target's configuration from config.json and generation_config.json in `folder`.
@@ -94,7 +108,6 @@ def read_model_config(folder: Path) -> ModelConfig:
             f"{where}: weights quantised with {method} are not supported; use the bf16 model or a GGUF file"
         )
     _check_activation(raw, where)
-    qwen = architecture != "llama"
     attention_bias = bool(raw.attention_bias)
     max_positions = raw.max_position_embeddings or MAX_POSITIONS[architecture]
     return ModelConfig(
@@ -111,11 +124,12 @@ def read_model_config(folder: Path) -> ModelConfig:
         qkv_bias=architecture == "qwen2" or attention_bias,
         o_bias=architecture != "qwen2" and attention_bias,
         mlp_bias=architecture == "llama" and bool(raw.mlp_bias),
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "qwen3_moe"),
         tie_word_embeddings=bool(raw.tie_word_embeddings),
         max_position_embeddings=max_positions,
-        windows=_qwen_windows(raw, where) if qwen else (None,) * raw.num_hidden_layers,
+        windows=_model_windows(raw, where),
         eos_token_ids=_eos_token_ids(raw, folder),
+        experts=parse_experts(raw, where) if architecture == "qwen3_moe" else None,
     )
 
 
@@ -211,7 +225,13 @@ def _head_dim(raw: RawConfig, default: int | None, where: Path) -> int:
     return head_dim
 
 
-def _qwen_windows(raw: RawConfig, where: Path) -> tuple[int | None, ...]:
+def _model_windows(raw: RawConfig, where: Path) -> tuple[int | None, ...]:
+    if raw.model_type == "llama":
+        return (None,) * raw.num_hidden_layers
+    if raw.model_type == "qwen3_moe":
+        # One window in all layers: transformers knows no layer types here.
+        window = raw.sliding_window or QWEN3_MOE_WINDOW
+        return (window if raw.use_sliding_window else None,) * raw.num_hidden_layers
     return _windows(raw.attention_kinds(where), raw.sliding_window if raw.use_sliding_window else None, where)
 
 

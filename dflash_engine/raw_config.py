@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from dflash_engine.errors import ConfigError, describe
 
@@ -56,6 +56,14 @@ class RawConfig(BaseModel):
     layer_types: list[str] | None = None
     eos_token_id: int | list[int] | None = None
     quantization_config: dict[str, Any] | None = None
+    num_experts: int = Field(
+        default=128, ge=0, validation_alias=AliasChoices("num_experts", "num_local_experts")
+    )
+    num_experts_per_tok: int = Field(default=8, ge=1)
+    moe_intermediate_size: int = Field(default=768, ge=1)
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = Field(default=1, ge=1)
+    mlp_only_layers: list[int] | None = None
 
     @classmethod
     def read(cls, path: Path) -> Self:

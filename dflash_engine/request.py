@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -216,9 +216,11 @@ class Result:
     error: RequestError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of a streamed answer; the last one carries the result."""
+class Chunk(NamedTuple):
+    """A piece of a streamed answer; the last one carries the result.
+
+    Each row of each step makes one: a named tuple takes a third of a frozen dataclass's time.
+    """
 
     text: str
     tokens: tuple[int, ...]

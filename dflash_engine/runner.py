@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dflash_engine.batching import ForwardBatch, Segment, forward_batch
 from dflash_engine.choose import History, choose, guess, logprob
-from dflash_engine.kv_cache import KVCache
+from dflash_engine.kv_cache import Caches
 from dflash_engine.models.draft import DraftModel
 from dflash_engine.models.target import TargetModel
 from dflash_engine.plan import RowOutput, RowPlan, StepOutput, StepPlan
@@ -19,24 +19,25 @@ from dflash_engine.request import TokenLogprob
 class Runner:
     """Models and their caches; decides nothing, keeps nothing of a request."""
 
+    rounds_ahead = 0
+    """A step's result is there when `execute` returns; nothing is in flight behind it."""
+
     def __init__(
         self,
         target: TargetModel,
         draft: DraftModel | None,
-        num_blocks: int,
-        block_size: int,
+        caches: Caches,
         block_length: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._target = target
         self._draft = draft
-        self._block_size = block_size
+        self._block_size = caches.block_size
         self._block_length = block_length
         self._device = device
-        self._cache = KVCache(target.kv_shape, num_blocks, block_size, dtype, device)
+        self._cache = caches.target
+        self._draft_cache = caches.draft
         self._taps = draft.config.target_layer_ids if draft else ()
-        self._draft_cache = KVCache(draft.kv_shape, num_blocks, block_size, dtype, device) if draft else None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -46,11 +47,13 @@ class Runner:
             Segment(row.start, len(tokens), row.block_table)
             for row, tokens in zip(plan.rows, fed, strict=True)
         ]
-        batch = forward_batch(segments, self._target.spans, self._block_size, self._device)
+        batch = forward_batch(
+            segments, self._target.spans, self._block_size, self._device, self._target.config.group
+        )
         tokens = torch.tensor([token for row in fed for token in row], device=self._device)
         hidden, features = self._target.forward(tokens, batch, self._cache, self._taps)
         outputs = self._choose(plan.rows, fed, hidden)
-        if self._draft is not None:
+        if self._draft is not None and plan.write_context:
             self._write_context(plan.rows, outputs, segments, features)
         return StepOutput(outputs)
 
@@ -60,16 +63,19 @@ class Runner:
         if not drafting or self._draft is None or self._draft_cache is None:
             return {}
         segments = [Segment(row.start, self._block_length, row.block_table) for row in drafting]
-        batch = forward_batch(segments, self._draft.spans, self._block_size, self._device)
+        batch = forward_batch(
+            segments, self._draft.spans, self._block_size, self._device, self._draft.config.group
+        )
         masks = [self._draft.config.mask_token_id] * (self._block_length - 1)
         blocks = torch.tensor([[row.tokens[-1], *masks] for row in drafting], device=self._device)
-        hidden = self._draft.forward(self._target.embed(blocks.flatten()), batch, self._draft_cache)
+        hidden = self._target.embed(blocks.flatten())
+        self._draft.forward(hidden, batch, self._draft_cache)
         wanted = [
             index * self._block_length + 1 + offset
             for index, row in enumerate(drafting)
             for offset in range(row.num_draft)
         ]
-        logits = self._target.logits(hidden[wanted])
+        logits = self._draft.logits(hidden[wanted], self._target.head)
         best = self._target.best(logits)
         guesses, first = {}, 0
         for row in drafting:
@@ -139,4 +145,4 @@ class Runner:
             standing.extend(range(first, first + num))
             first += segment.num_tokens
         batch: ForwardBatch = forward_batch(kept, frozenset(), self._block_size, self._device)
-        self._draft.write_context(features[standing], batch, self._draft_cache)
+        self._draft.write_context(features[standing], batch.positions, batch.slots, self._draft_cache)

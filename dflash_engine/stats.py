@@ -12,7 +12,11 @@ class EngineStats:
     preemptions: int = 0
     steps: int = 0
     busy_ns: int = 0
-    """Time inside steps; the requests' shares add up to it, but for what was aborted."""
+    """Time of the rounds; the requests' shares and `discarded_ns` add up to it, but for what was aborted."""
+    discarded_ns: int = 0
+    """Share of rows that were in flight when their request ended: work that nobody asked for."""
+    discarded_tokens: int = 0
+    """Query tokens of these rows, fed and drafted."""
     prompt_tokens: int = 0
     """Computed: not those from the prefix cache, and again after a preemption."""
     completion_tokens: int = 0

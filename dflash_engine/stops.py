@@ -1,13 +1,13 @@
-"""Where an answer ends: stop tokens, stop strings and max_tokens, looked for token by token.
+"""Where an answer ends: stop tokens, stop strings and max_tokens.
 
-Only committed tokens are looked at, in order, so the answer is the same however many come at once.
+Only committed tokens are looked at, in order, so the answer is the same however many come at once. This
+runs for every row of every step, so what most rows need is done for all their tokens at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dflash_engine.request import FinishReason, SamplingParams
 
@@ -15,15 +15,20 @@ from dflash_engine.request import FinishReason, SamplingParams
 class TextStream(Protocol):
     """Incremental detokeniser: gives text as soon as its characters are whole."""
 
-    def push(self, token: int) -> str: ...
+    def push(self, token: int) -> str:
+        """The text that is certain now and has not been returned yet."""
+        ...
+
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """What `push` gives for these tokens, in one piece."""
+        ...
 
     def flush(self) -> str:
         """What was held back for a character that never became whole."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(NamedTuple):
     """What came of some committed tokens."""
 
     kept: int
@@ -35,6 +40,8 @@ class Accepted:
 
 class StopWatcher:
     """Turns one sequence's committed tokens into text until the answer ends."""
+
+    __slots__ = ("_held", "_left", "_stop_tokens", "_stops", "_stream")
 
     def __init__(
         self,
@@ -58,35 +65,66 @@ class StopWatcher:
         A stop token is kept as a token and has no text. The token that completes a stop string is
         kept, and the text is cut before the stop string; of several, the one that begins first counts.
         """
-        text = ""
-        for kept, token in enumerate(tokens, start=1):
-            assert self._left > 0, "the answer has ended"
-            self._left -= 1
-            is_stop = token in self._stop_tokens
-            shown, found = self._release("" if is_stop else self._stream.push(token))
-            text += shown
-            if found or is_stop or self._left == 0:
-                self._left = 0
-                if not found:
-                    shown, found = self._release(self._stream.flush(), last=True)
-                    text += shown
-                return Accepted(kept, text, "stop" if found or is_stop else "length")
-        return Accepted(len(tokens), text)
+        left, kept = self._left, len(tokens)
+        finish: FinishReason | None = None
+        assert left > 0, "the answer has ended"
+        with_text = tokens
+        if not self._stop_tokens.isdisjoint(tokens):
+            before = next(at for at, token in enumerate(tokens) if token in self._stop_tokens)
+            if before < left:
+                kept, finish, with_text = before + 1, "stop", tokens[:before]
+        if finish is None and kept >= left:
+            kept, finish, with_text = left, "length", tokens[:left]
+        self._left = 0 if finish else left - kept
+        if self._stops:
+            return self._accept_text(with_text, kept, finish)
+        text = self._stream.push_all(with_text)
+        return Accepted(kept, text + self._stream.flush() if finish else text, finish)
 
-    def _release(self, piece: str, *, last: bool = False) -> tuple[str, bool]:
-        """Text to be shown now that `piece` has come, and whether a stop string was found."""
-        self._held += piece
-        found = min((at for stop in self._stops if (at := self._held.find(stop)) >= 0), default=-1)
-        end = found if found >= 0 else len(self._held) - (0 if last else self._num_undecided())
-        shown, self._held = self._held[:end], self._held[end:]
-        return shown, found >= 0
+    def flush(self) -> str:
+        """Ends the answer from outside, and gives the text not shown yet, up to a stop string in it.
 
-    def _num_undecided(self) -> int:
-        """Length of the longest end of the held text with which a stop string could begin."""
-        ends = (
-            length
-            for stop in self._stops
-            for length in range(min(len(stop) - 1, len(self._held)), 0, -1)
-            if self._held.endswith(stop[:length])
-        )
-        return max(ends, default=0)
+        There is none once the answer has ended by itself.
+        """
+        if not self._left:
+            return ""
+        text, self._held, self._left = self._held + self._stream.flush(), "", 0
+        return text[: self._first_stop(text)]
+
+    def _accept_text(self, tokens: Sequence[int], kept: int, finish: FinishReason | None) -> Accepted:
+        """Takes tokens that have text, looking for stop strings."""
+        pieces = [self._stream.push(token) for token in tokens]
+        if finish:
+            pieces.append(self._stream.flush())
+        text = self._held + "".join(pieces)
+        undecided = 0
+        for stop in self._stops:
+            if stop[0] in text:  # seldom true, and quickly seen
+                if stop in text:
+                    return self._cut(pieces, kept)
+                undecided = max(undecided, num_begun(stop, text))
+        shown = len(text) if finish else len(text) - undecided
+        self._held = text[shown:]
+        return Accepted(kept, text[:shown], finish)
+
+    def _cut(self, pieces: list[str], kept: int) -> Accepted:
+        """The answer up to the first piece that completes a stop string, which there is."""
+        text, self._held, self._left = self._held, "", 0
+        for number, piece in enumerate(pieces, start=1):
+            text += piece
+            if (end := self._first_stop(text)) is not None:
+                # The piece behind the tokens' is what the flush gave.
+                return Accepted(min(number, kept), text[:end], "stop")
+        raise AssertionError("no piece completes a stop string")
+
+    def _first_stop(self, text: str) -> int | None:
+        """Where the first stop string begins, if there is one."""
+        return min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+
+
+def num_begun(stop: str, text: str) -> int:
+    """Length of the longest end of the text with which the stop string begins but is not whole."""
+    at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return len(text) - at if at >= 0 else 0

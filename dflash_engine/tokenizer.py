@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dflash_engine.errors import BadPrompt, ConfigError
 from dflash_engine.request import Message
+from dflash_engine.stops import TextStream
 
 if TYPE_CHECKING:
     import tokenizers
@@ -23,14 +25,20 @@ class Tokenizer:
     """One model's tokenizer and chat template. Safe to use from several threads."""
 
     def __init__(self, fast: PreTrainedTokenizerFast) -> None:
+        from tokenizers.decoders import ByteLevel  # native code, which nobody else here needs
+
         self._fast = fast
         # The backend itself, without truncation and padding, has no state that a call changes.
         self._backend: tokenizers.Tokenizer = fast.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._special = frozenset(
-            token for token, added in self._backend.get_added_tokens_decoder().items() if added.special
-        )
+        added = self._backend.get_added_tokens_decoder()
+        self._special = frozenset(token for token, each in added.items() if each.special)
+        self._token_bytes: TokenBytes | None = None
+        if isinstance(self._backend.decoder, ByteLevel):
+            # A special token is one by its name, whatever other id has the same.
+            names = frozenset(each.content for each in added.values() if each.special)
+            self._token_bytes = TokenBytes(self._backend, names)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -84,8 +92,10 @@ class Tokenizer:
         """Text of token ids; special tokens and ids without text give none."""
         return self._backend.decode(list(tokens), skip_special_tokens=True)
 
-    def stream(self) -> Detokenizer:
-        """A decoder for one answer, token by token."""
+    def stream(self) -> TextStream:
+        """A decoder for one answer; its pieces together are the text of `decode`."""
+        if self._token_bytes is not None:
+            return ByteDetokenizer(self._token_bytes)
         return Detokenizer(self._backend, self._special)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -96,8 +106,63 @@ class Tokenizer:
         return encoding.ids
 
 
+class TokenBytes(dict[int, bytes]):
+    """Bytes of each token of a byte-level vocabulary; none for special tokens and ids without text.
+
+    An entry is made when its token is first asked for. `special` are the names of the special tokens.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special: frozenset[str]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._special = special
+        self._byte_of = byte_of_letter()
+
+    def __missing__(self, token: int) -> bytes:
+        name = self._backend.id_to_token(token)
+        if name is None or name in self._special:
+            value = b""
+        elif all(letter in self._byte_of for letter in name):
+            value = bytes([self._byte_of[letter] for letter in name])
+        else:  # an added token, which stands for itself
+            value = name.encode()
+        self[token] = value
+        return value
+
+
+class ByteDetokenizer:
+    """Text of one answer of a byte-level model, whose text is that of its tokens' bytes in a row.
+
+    What is held back is the beginning of a code point, three bytes at most. Bytes that make none
+    become one U+FFFD for each longest beginning of a code point, in Python as in `tokenizers`.
+    """
+
+    __slots__ = ("_bytes_of", "_rest")
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._bytes_of = token_bytes.__getitem__
+        self._rest = b""
+
+    # The decoding function of the incremental decoder of `codecs`, in a third of that object's time.
+    def push(self, token: int) -> str:
+        raw = self._rest + self._bytes_of(token)
+        text, num_used = codecs.utf_8_decode(raw, "replace")
+        self._rest = raw[num_used:]
+        return text
+
+    def push_all(self, tokens: Sequence[int]) -> str:
+        raw = self._rest + b"".join(map(self._bytes_of, tokens))
+        text, num_used = codecs.utf_8_decode(raw, "replace")
+        self._rest = raw[num_used:]
+        return text
+
+    def flush(self) -> str:
+        raw, self._rest = self._rest, b""
+        return raw.decode(errors="replace")
+
+
 class Detokenizer:
-    """Text of one answer in pieces of whole code points, as tokens come in.
+    """Text of one answer in pieces of whole code points, whatever the tokenizer's decoder does.
 
     All pieces and `flush` together are the text of `Tokenizer.decode`. Text is held back while it
     ends in bytes that may be the beginning of a code point. The window that is decoded at each push
@@ -131,6 +196,9 @@ class Detokenizer:
             self._num_shown = len(self._text())
         return piece
 
+    def push_all(self, tokens: Sequence[int]) -> str:
+        return "".join([self.push(token) for token in tokens])
+
     def flush(self) -> str:
         """What is left at the end of the answer, undecodable bytes included."""
         return self._show(self._text())
@@ -142,6 +210,16 @@ class Detokenizer:
 
     def _text(self) -> str:
         return self._backend.decode(self._window, skip_special_tokens=False)
+
+
+def byte_of_letter() -> dict[str, int]:
+    """The letters by which byte-level vocabularies write bytes (Radford et al., GPT-2, 2019).
+
+    Printable bytes of Latin-1 are their own letters; the others take those from U+0100 on, in order.
+    """
+    printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+    others = sorted(set(range(256)).difference(printable))
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
 
 
 def _first_line(error: Exception) -> Any:
