@@ -1,27 +1,46 @@
-"""Speed of plain decoding, DFlash and, if asked, transformers on the same prompts in one run.
+"""Speed of plain decoding, DFlash and, if asked, others on the same prompts in one run.
 
-The variants take turns at every group of prompts, so that a machine that slows down slows all of them.
-Seconds run from the call to the last token, prompt included; the prefix cache is off.
+At each concurrency so many requests are in flight all the time. Seconds run from the first submission to the
+last token, prompts included; the prefix cache is off. Answers are compared with those of plain decoding at
+the lowest concurrency; the exit code is 1 where an exact variant of ours differs.
+
+  --weights random  shapes of a model without its checkpoint, such as configs/models/qwen3-8b
+  --acceptance N    with random weights on a GPU: drafts count as right by chance, N tokens a whole block
+  --ttft            what a draft costs the first token: prompts of 512 tokens, one at a time
+  --stall           what 8 streams feel of a prompt of 6,000 tokens that arrives among them
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import itertools
 import json
-import os
-import platform
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_engine import ConfigError, DFlashEngine, EngineError, Result, SamplingParams
+from dflash_engine import EngineError
+from dflash_engine.bench_prompts import chat_prompts, random_prompts
+from dflash_engine.comparison import (
+    STALL_ROOM,
+    STREAM_PROMPT,
+    STREAMS,
+    Workload,
+    compare,
+    fit_together,
+    median_ratio,
+    stalls,
+)
+from dflash_engine.contenders import OTHERS, BenchSettings, on_gpu, variants_of
+from dflash_engine.machine import machine
 
-Messages = list[dict[str, str]]
-Variant = Callable[[list[Messages]], list[Result]]
+ROOM_BEHIND = 64
+"""Tokens behind the longest answer: where no whole block has room, nothing is drafted."""
+SIMULATED = (
+    "SIMULATED ACCEPTANCE {:g}: weights are random, and which drafted tokens are right was made up. Speeds "
+    "are those that a draft this good would give; the answers mean nothing."
+)
+TTFT = {"prompt_tokens": 512, "max_tokens": 16, "concurrency": [1]}
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -32,146 +51,176 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--prompts", type=Path, default=Path("configs/batch/customer_service.jsonl"))
-    parser.add_argument("--num_prompts", type=int, default=20)
+    parser.add_argument("--weights", default="checkpoint", choices=["checkpoint", "random"])
+    parser.add_argument("--acceptance", type=float, help="simulated; only with --weights random")
+    parser.add_argument("--dataset", type=Path, nargs="+", help="JSONL with messages")
+    parser.add_argument("--prompt_tokens", type=int, help="random prompts of this length, no data set")
+    parser.add_argument("--num_prompts", type=int, default=64)
     parser.add_argument("--max_tokens", type=int, default=128)
-    parser.add_argument("--batch", default="1,8", help="prompts at a time (default: %(default)s)")
-    parser.add_argument("--with_transformers", action="store_true", help="its generate() too, at batch 1")
+    parser.add_argument("--concurrency", type=_counts, default=[1, 8], help="such as 1,8,32 (default: 1,8)")
+    parser.add_argument(
+        "--turns", type=int, default=4, help="prompts at each concurrency, times it, 16 at least"
+    )
+    parser.add_argument("--repeats", type=int, default=1, help="measured runs; the middle one counts")
+    parser.add_argument("--with", type=_names, default=[], dest="others", help=f"any of {','.join(OTHERS)}")
+    parser.add_argument(
+        "--gpu_memory_utilization", type=float, default=0.9, help="of all that is built at once"
+    )
+    parser.add_argument("--apart", action="store_true", help="one after the other, also where all would fit")
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of our engine's settings")
+    parser.add_argument("--json", type=Path, help="write the JSON line to this file too")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--ttft", action="store_true")
+    mode.add_argument("--stall", action="store_true")
     args = parser.parse_args(argv)
+    for name in ("num_prompts", "max_tokens", "turns", "repeats", "prompt_tokens"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: give at least 1")
+    if args.acceptance is not None and args.weights != "random":
+        parser.error("--acceptance makes up which drafts are right, so it needs --weights random")
+    if args.dataset and (args.prompt_tokens or args.weights == "random" or args.ttft or args.stall):
+        parser.error("--dataset does not go with random prompts, which this asks for")
     try:
-        args.batch = [int(size) for size in args.batch.split(",")]
-        valid = min(args.batch) > 0
+        args.engine = {key: _value(text) for key, text in (pair.split("=", 1) for pair in args.set)}
     except ValueError:
-        valid = False
-    if not valid:
-        parser.error(f"--batch {args.batch}: give sizes like 1,8")
-    if args.num_prompts < 1:
-        parser.error(f"--num_prompts {args.num_prompts}: give at least 1")
+        parser.error(f"--set {' '.join(args.set)}: give KEY=VALUE")
+    if args.ttft:
+        for name, value in TTFT.items():
+            if getattr(args, name) == parser.get_default(name):
+                setattr(args, name, value)
     return args
 
 
-def read_prompts(path: Path, limit: int) -> list[Messages]:
-    """The first `limit` conversations of a JSONL file whose rows have `messages`. Raises `ConfigError`."""
+def _counts(text: str) -> list[int]:
+    counts = [int(part) for part in text.split(",")]
+    if min(counts) < 1:
+        raise ValueError(text)
+    return counts
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= set(OTHERS):
+        raise ValueError(text)
+    return names
+
+
+def _value(text: str) -> Any:
     try:
-        with path.open(encoding="utf-8") as lines:
-            prompts = [json.loads(line)["messages"] for line in itertools.islice(lines, limit)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--prompts {path}: needs JSON rows with messages ({error!r})") from error
-    if not prompts:
-        raise ConfigError(f"--prompts {path}: the file is empty")
-    return prompts
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
-def measure(
-    variants: Mapping[str, Variant], groups: Sequence[list[Messages]]
-) -> dict[str, tuple[list[Result], float]]:
-    """Answers and seconds of each variant; who goes first changes from group to group."""
-    answers: dict[str, list[Result]] = {name: [] for name in variants}
-    seconds = dict.fromkeys(variants, 0.0)
-    names = list(variants)
-    for turn, group in enumerate(groups):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            started = time.perf_counter()
-            answers[name] += variants[name](group)
-            seconds[name] += time.perf_counter() - started
-    return {name: (answers[name], seconds[name]) for name in variants}
-
-
-def figures(answers: Sequence[Result], elapsed_s: float, expected: Sequence[Result]) -> dict[str, Any]:
-    """One line of the table; `expected` are plain decoding's answers to the same prompts."""
-    tokens = sum(answer.usage.completion_tokens for answer in answers)
-    steps = sum(answer.usage.steps for answer in answers)
-    accepted = sum(answer.usage.accepted_tokens for answer in answers)
-    return {
-        "completion_tokens": tokens,
-        "elapsed_s": round(elapsed_s, 3),
-        "tokens_per_s": round(tokens / elapsed_s, 2),
-        "acceptance_length": round((accepted + steps) / steps, 3) if steps else None,
-        "equal_answers": sum(a.tokens == b.tokens for a, b in zip(answers, expected, strict=True)),
-    }
-
-
-def machine() -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": importlib.metadata.version("torch"),
-        "transformers": importlib.metadata.version("transformers"),
-    }
-
-
-def variants_of(args: argparse.Namespace) -> dict[str, Variant]:
-    """What is measured, each loaded and warmed up by one short answer to be thrown away."""
-    # Each of the three may hold the whole model on the same device.
-    common = {
+def settings_of(args: argparse.Namespace, longest: int, max_num_seqs: int) -> BenchSettings:
+    """With room for `longest` tokens, prompt and answer, or as many as the model takes."""
+    values = {
+        "model": args.model,
+        "draft": None if args.draft == "none" else args.draft,
         "dtype": args.dtype,
         "device": args.device,
-        "prefix_caching": False,
-        "gpu_memory_utilization": 0.3,
+        "weights": args.weights,
+        "acceptance": args.acceptance,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "ignore_eos": args.prompt_tokens is not None or args.weights == "random" or args.stall,
+        "others": tuple(args.others),
+        "engine": args.engine,
     }
-    sampling = SamplingParams(max_tokens=args.max_tokens)
-    plain = DFlashEngine(args.model, None, max_num_seqs=max(args.batch), **common)
-    dflash = DFlashEngine(args.model, args.draft, max_num_seqs=max(args.batch), **common)
-    variants: dict[str, Variant] = {
-        "plain": lambda group: plain.generate(group, sampling),
-        "dflash": lambda group: dflash.generate(group, sampling),
+    model, _ = BenchSettings(**values).shapes()
+    max_model_len = min(longest + ROOM_BEHIND, model.max_position_embeddings)
+    return BenchSettings(**values, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+
+
+def measure(args: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
+    """The table, what goes into the JSON line, and the exit code."""
+    if args.prompt_tokens or args.weights == "random":
+        model, _ = settings_of(args, 2, 1).shapes()
+        prompts = random_prompts(args.num_prompts, args.prompt_tokens or 128, model.vocab_size)
+    else:
+        files = args.dataset or [Path("configs/batch/customer_service.jsonl")]
+        prompts = chat_prompts(args.model, files, args.num_prompts)
+    workload = Workload(
+        prompts, args.max_tokens, tuple(args.concurrency), args.turns, args.repeats, on_gpu(args.device)
+    )
+    settings = settings_of(args, max(map(len, prompts)) + args.max_tokens, max(args.concurrency))
+    variants = variants_of(settings)
+    together = not args.apart and fit_together(settings, len(variants), workload)
+    result = compare(variants, workload, args.gpu_memory_utilization, together=together)
+    summary = {
+        "together": together,
+        "memory": result.memory,
+        "identical": result.identical if args.acceptance is None else None,
+        "runs": result.lines,
     }
-    if args.with_transformers:
-        from dflash_engine.baseline import TransformersBaseline
-
-        baseline = TransformersBaseline(args.model, dtype=args.dtype, device=args.device)
-        variants["transformers"] = lambda group: [
-            baseline.generate(turns, args.max_tokens) for turns in group
-        ]
-    return variants
+    if args.ttft:
+        summary["ttft_times_plain"] = median_ratio(result.lines, "ttft_s")
+    notes = ["built together, taking turns" if together else "one after the other, each alone on the device"]
+    notes += memory_table(result.memory)
+    return "\n".join([table(result.lines), *notes]), summary, 0 if result.identical else 1
 
 
-def table(runs: Sequence[Mapping[str, Any]], num_prompts: int) -> str:
-    head = "batch variant       tokens  seconds  tokens/s  x plain  accepted  equal"
+def measure_stall(args: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
+    long = args.prompt_tokens or 6000
+    model, _ = settings_of(args, 2, 1).shapes()
+    streams = random_prompts(STREAMS, min(STREAM_PROMPT, long), model.vocab_size)
+    settings = settings_of(args, long + STALL_ROOM, STREAMS + 1)
+    prompt = random_prompts(1, long, model.vocab_size, seed=1)[0]
+    told = stalls(variants_of(settings), streams, prompt, args.gpu_memory_utilization)
+    lines = ["variant        usual gap ms  longest gap ms  times  long prompt's first token ms"]
+    for name, each in told.items():
+        lines.append(
+            f"{name:<14} {1e3 * each['usual_gap_s']:>12.2f} {1e3 * each['longest_gap_s']:>15.2f} "
+            f"{each['times_usual']:>6.2f} {1e3 * each['long_prompt_ttft_s']:>28.1f}"
+        )
+    return "\n".join(lines), {"streams": STREAMS, "long_prompt_tokens": long, "stall": told}, 0
+
+
+def table(runs: Sequence[Mapping[str, Any]]) -> str:
+    head = (
+        "at once variant        prompts  tokens  tokens/s  x plain  TTFT ms  p95 ms  ms/token  accepted"
+        "  drafted  equal"
+    )
     lines = [
-        f"{run['batch']:>5} {run['variant']:<12} {run['completion_tokens']:>7} {run['elapsed_s']:>8.1f} "
-        f"{run['tokens_per_s']:>9.1f} {run['times_plain']:>8.2f} {run['acceptance_length'] or 1:>9.2f}  "
-        f"{run['equal_answers']}/{num_prompts}"
+        f"{run['concurrency']:>7} {run['variant']:<14} {run['prompts']:>7} {run['completion_tokens']:>7} "
+        f"{run['tokens_per_s']:>9.1f} {run['times_plain']:>8.2f} {1e3 * run['ttft_s']:>8.1f} "
+        f"{1e3 * run['ttft_p95_s']:>7.1f} {1e3 * (run['time_per_token_s'] or 0):>9.3f} "
+        f"{run['acceptance_length'] or 1:>9.2f} {run['drafted_per_step'] or 0:>8.2f}  "
+        f"{run['equal_answers']}/{run['prompts']}"
         for run in runs
     ]
     return "\n".join([head, *lines])
 
 
+def memory_table(memory: Mapping[str, Mapping[str, int]]) -> list[str]:
+    if not memory:
+        return []
+    head = "variant        weights GB  draft GB  bytes/KV token  draft's  KV tokens  lost to the draft"
+    lines = [
+        f"{name:<14} {each['target_bytes'] / 1e9:>10.2f} {each['draft_bytes'] / 1e9:>9.2f} "
+        f"{each['target_kv_bytes']:>15,} {each['draft_kv_bytes']:>8,} {each['kv_tokens']:>10,} "
+        f"{each['kv_tokens_lost']:>18,}"
+        for name, each in memory.items()
+    ]
+    return [head, *lines]
+
+
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     try:
-        prompts = read_prompts(args.prompts, args.num_prompts)
-        variants = variants_of(args)
-        for run in variants.values():
-            run(prompts[:1])
+        printed, summary, status = measure_stall(args) if args.stall else measure(args)
     except EngineError as error:
         print(f"{sys.argv[0]}: {error}", file=sys.stderr)
         return 2
-    runs: list[dict[str, Any]] = []
-    expected: list[Result] = []
-    for batch in args.batch:
-        names = [name for name in variants if batch == 1 or name != "transformers"]
-        groups = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
-        measured = measure({name: variants[name] for name in names}, groups)
-        expected = expected or measured["plain"][0]
-        plain_speed = None
-        for name in names:
-            line = {"batch": batch, "variant": name, **figures(*measured[name], expected)}
-            plain_speed = plain_speed or line["tokens_per_s"]
-            runs.append({**line, "times_plain": round(line["tokens_per_s"] / plain_speed, 3)})
-    ours = [run for run in runs if run["variant"] != "transformers"]
-    identical = all(run["equal_answers"] == len(prompts) for run in ours)
-    print(table(runs, len(prompts)))
-    print("tokens/s with the prompts' time; equal: answers with the same tokens as the first line's")
-    asked = {"model": args.model, "draft": args.draft, "dtype": args.dtype, "max_tokens": args.max_tokens}
-    summary = {**asked, "prompts": len(prompts), "identical": identical, "runs": runs, "machine": machine()}
-    print(json.dumps(summary))
-    return 0 if identical else 1
+    print(printed)
+    names = ("model", "draft", "dtype", "weights", "max_tokens", "prompt_tokens", "gpu_memory_utilization")
+    asked = {name: getattr(args, name) for name in names} | {"engine": args.engine}
+    if args.acceptance is not None:
+        print(SIMULATED.format(args.acceptance))
+    line = json.dumps(asked | {"simulated_acceptance": args.acceptance} | summary | {"machine": machine()})
+    if args.json is not None:
+        args.json.write_text(line + "\n", encoding="utf-8")
+    print(line)
+    return status
 
 
 if __name__ == "__main__":

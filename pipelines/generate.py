@@ -56,7 +56,7 @@ class Generate:
         self._lock = asyncio.Lock()
         self._engine: Engine | None = None
         self._failure: JobError | None = None
-        self._slots = asyncio.Semaphore(QUEUED_PER_SEQUENCE * spec.engine.max_num_seqs)
+        self._slots = asyncio.Semaphore(QUEUED_PER_SEQUENCE * spec.engine.limit("max_num_seqs", "cuda"))
 
     async def __call__(self, shard: dict[str, Any]) -> dict[str, Any]:
         shard_id = shard["shard_id"]

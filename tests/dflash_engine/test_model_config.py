@@ -38,7 +38,7 @@ def read(tmp_path):
     return _read
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_what_transformers_saves_is_read_as_transformers_means_it(tmp_path, architecture):
     folder = tiny_model_folder(tmp_path, architecture, tie_word_embeddings=True)
     config, reference = read_model_config(folder), AutoConfig.from_pretrained(folder)
@@ -56,9 +56,55 @@ def test_what_transformers_saves_is_read_as_transformers_means_it(tmp_path, arch
     assert config.tie_word_embeddings
     assert config.eos_token_ids == (2,)
     assert config.qkv_bias == (architecture == "qwen2")
-    assert config.qk_norm == (architecture == "qwen3")
+    assert config.qk_norm == architecture.startswith("qwen3")
+    assert (config.experts is not None) == (architecture == "qwen3_moe")
     assert not config.o_bias
     assert not config.mlp_bias
+
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
+
+
+def test_experts_stand_in_the_layers_that_no_key_takes_out(read):
+    assert read().experts is None
+    experts = read(**MOE).experts
+    assert (experts.num_experts, experts.top_k, experts.intermediate_size) == (8, 3, 48)
+    assert experts.renormalise
+    assert experts.layers == {0, 1, 2, 3}
+    assert read(**MOE, decoder_sparse_step=2).experts.layers == {1, 3}
+    assert read(**MOE, mlp_only_layers=[0, 3]).experts.layers == {1, 2}
+    assert read(**MOE, mlp_only_layers=[0, 1, 2, 3]).experts is None
+    assert read(**{**MOE, "num_experts": 0}).experts is None
+    assert read(**MOE, num_local_experts=8).experts.num_experts == 8
+
+
+def test_what_config_json_leaves_out_about_experts_is_as_in_transformers(read):
+    experts, reference = read(model_type="qwen3_moe").experts, AutoConfig.for_model("qwen3_moe")
+    assert experts.num_experts == reference.num_experts
+    assert experts.top_k == reference.num_experts_per_tok
+    assert experts.intermediate_size == reference.moe_intermediate_size
+    assert experts.renormalise == reference.norm_topk_prob
+
+
+def test_numbers_of_experts_that_cannot_be_are_refused(read):
+    with pytest.raises(ConfigError, match="num_experts_per_tok 9 is more than the 8 experts"):
+        read(**{**MOE, "num_experts_per_tok": 9})
+    with pytest.raises(ConfigError, match="2048 experts are not supported, at most 1024"):
+        read(**{**MOE, "num_experts": 2048})
+    with pytest.raises(ConfigError, match="decoder_sparse_step"):
+        read(**MOE, decoder_sparse_step=0)
+
+
+def test_a_window_of_a_model_with_experts_is_one_for_all_layers(read):
+    assert read(**MOE, sliding_window=64).windows == (None,) * 4
+    windowed = read(**MOE, sliding_window=64, use_sliding_window=True, max_window_layers=2)
+    assert windowed.windows == (64,) * 4
 
 
 def test_biases_follow_the_architecture(read):

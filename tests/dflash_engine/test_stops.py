@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,9 @@ class Pieces:
     def push(self, token: int) -> str:
         raw = bytes([token - BYTE]) if token >= BYTE else self._pieces[token].encode()
         return self._decoder.decode(raw)
+
+    def push_all(self, tokens: Sequence[int]) -> str:
+        return "".join(self.push(token) for token in tokens)
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -113,6 +118,11 @@ def test_a_stop_string_that_repeats_its_own_beginning_is_found() -> None:
     assert stops.accept([2]) == Accepted(1, "", "stop")
 
 
+@pytest.mark.parametrize(("piece", "shown"), [("aaa", "aa"), ("aab", "aab"), ("a:a:", "a:"), (":::", ":::")])
+def test_no_more_is_held_back_than_could_begin_a_stop_string(piece: str, shown: str) -> None:
+    assert watcher(piece, stop="a::b").accept([1]) == Accepted(1, shown)
+
+
 def test_a_stop_string_inside_characters_of_many_bytes_is_found_where_it_is_whole() -> None:
     raw = [BYTE + byte for byte in "好。🙂".encode()]
     stops = watcher(stop="。")
@@ -143,6 +153,29 @@ def test_nothing_is_accepted_after_the_end() -> None:
     stops.accept([EOS])
     with pytest.raises(AssertionError, match="has ended"):
         stops.accept([1])
+
+
+def test_an_answer_ended_from_outside_gives_out_what_was_held_back() -> None:
+    half = [BYTE + byte for byte in "🙂".encode()[:2]]
+    stops = watcher("ab EN", stop="END")
+    assert stops.accept([1, *half]) == Accepted(3, "ab ")
+    assert stops.flush() == "EN\ufffd"
+    assert stops.flush() == ""
+    with pytest.raises(AssertionError, match="has ended"):
+        stops.accept([1])
+
+
+def test_what_an_answer_ended_from_outside_gives_out_stops_before_a_stop_string() -> None:
+    stops = watcher("ab", stop="b\ufffd")
+    assert stops.accept([1, BYTE + 0xF0]) == Accepted(2, "a")
+    assert stops.flush() == ""
+
+
+@pytest.mark.parametrize("end", [{"max_tokens": 1}, {"stop": "b"}, {"stop_token_ids": [1]}])
+def test_nothing_is_left_to_give_out_after_an_end(end: dict[str, Any]) -> None:
+    stops = watcher("ab", **end)
+    assert stops.accept([1, BYTE + 0xF0]).finish is not None
+    assert stops.flush() == ""
 
 
 def expected(
@@ -186,3 +219,25 @@ def test_the_answer_does_not_depend_on_how_tokens_come_in_blocks(seed: int) -> N
         assert last.finish or last.kept == len(block)
     assert (position, last.finish) == (kept, finish)
     assert shown == text if finish else text.startswith(shown)
+    assert shown + stream.flush() == text
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_blocks_that_split_characters_give_what_single_tokens_give(seed: int) -> None:
+    rng = random.Random(seed)
+    raw = [BYTE + byte for byte in "a好b🙂。".encode()]
+    tokens = [token for _ in range(8) for token in rng.choice([raw, [1], [2], raw[1:3], raw[5:7], [EOS]])]
+    limit = rng.randint(len(tokens) // 2, len(tokens) + 2)
+    stops = rng.sample(["b🙂", "🙂。a", "好b", "xy", "\ufffd\ufffdx", "。aa好"], rng.randint(0, 3))
+
+    def run(longest: int) -> tuple[int, str, str | None]:
+        stream = watcher("x", "ya", max_tokens=limit, stop=stops)
+        shown, position, last = "", 0, Accepted(0, "")
+        while position < len(tokens) and last.finish is None:
+            last = stream.accept(tokens[position : position + rng.randint(1, longest)])
+            position += last.kept
+            shown += last.text
+        return position, shown + stream.flush(), last.finish
+
+    alone = run(1)
+    assert run(3) == run(len(tokens)) == alone

@@ -1,17 +1,19 @@
 """Chats to tokens, and tokens to text that never shows half a character."""
 
+import random
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from dflash_engine.catalog import resolve_model
 from dflash_engine.errors import BadPrompt, ConfigError
 from dflash_engine.request import Message
-from dflash_engine.tokenizer import LONGEST_WAIT, REPLACEMENT, Detokenizer, Tokenizer
+from dflash_engine.tokenizer import LONGEST_WAIT, REPLACEMENT, Detokenizer, Tokenizer, byte_of_letter
 from tests.helpers import TOKENIZER_SIZE, byte_level_tokenizer, tiny_model_folder
 
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466"
@@ -29,6 +31,21 @@ TEXTS = (
 @pytest.fixture(scope="module")
 def byte_level():
     return Tokenizer(byte_level_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def added():
+    """The same with tokens added that stand for themselves, also where their letters stand for bytes."""
+    fast = byte_level_tokenizer()
+    special = [AddedToken("<|tool|>", special=True), AddedToken("é你", special=True)]
+    plain = ["<think>", "Ġé", "é ", "你", "a\u0100b", "\xad", "\U0001f642"]
+    fast.backend_tokenizer.add_tokens([*special, *(AddedToken(text, special=False) for text in plain)])
+    return Tokenizer(fast)
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return Tokenizer.load(resolve_model("smollm2-135m"))
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +97,62 @@ def test_any_text_comes_out_of_the_stream_as_it_went_in(byte_level, text):
     assert "".join(pieces) + rest == byte_level.decode(byte_level.encode(text))
 
 
-@given(tokens=st.lists(st.integers(0, TOKENIZER_SIZE + 20)))
+def in_blocks(decoder, tokens, sizes):
+    """All text of a stream that is given its tokens in blocks of these sizes, and then one by one."""
+    text, position = "", 0
+    for size in sizes:
+        text += decoder.push_all(tokens[position : position + size])
+        position += size
+    return text + "".join(decoder.push(token) for token in tokens[position:]) + decoder.flush()
+
+
+@given(tokens=st.lists(st.integers(0, TOKENIZER_SIZE + 20)), sizes=st.lists(st.integers(0, 9)))
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_tokens_of_a_byte_level_model_stream_to_their_decoding(byte_level, tokens):
-    pieces, rest = stream(byte_level, tokens)
+def test_any_tokens_of_a_byte_level_model_stream_to_their_decoding(added, tokens, sizes):
+    assert in_blocks(added.stream(), tokens, sizes) == added.decode(tokens)
+
+
+@given(raw=st.binary(), sizes=st.lists(st.integers(0, 5)))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_of_a_byte_level_model_stream_to_their_decoding(byte_level, raw, sizes):
+    backend = byte_level_tokenizer().backend_tokenizer
+    letters = {byte: letter for letter, byte in byte_of_letter().items()}
+    tokens = [backend.token_to_id(letters[byte]) for byte in raw]
+    assert in_blocks(byte_level.stream(), tokens, sizes) == byte_level.decode(tokens)
+
+
+def test_the_letters_of_bytes_are_those_of_byte_level_tokenizers():
+    byte_of, decoder = byte_of_letter(), decoders.ByteLevel()
+    assert sorted(byte_of) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(byte_of.values()) == list(range(256))
+    for letter, byte in byte_of.items():
+        assert decoder.decode([letter]) == bytes([byte]).decode(errors="replace")
+    whole = "".join(chr(point) for point in range(0x80, 0x800))
+    letters = {byte: letter for letter, byte in byte_of.items()}
+    assert decoder.decode([letters[byte] for byte in whole.encode()]) == whole
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_of_the_embedded_model_stream_to_their_decoding(embedded, seed):
+    rng = random.Random(seed)
+    tokens = rng.choices(range(embedded.vocab_size + 50), k=150) + rng.choices(range(300), k=50)
+    rng.shuffle(tokens)
+    sizes = [rng.randint(1, 8) for _ in range(40)]
+    assert in_blocks(embedded.stream(), tokens, sizes) == embedded.decode(tokens)
+
+
+def test_each_token_of_the_embedded_model_alone_streams_to_its_decoding(embedded):
+    for token in range(embedded.vocab_size + 5):
+        assert in_blocks(embedded.stream(), [token], [1]) == embedded.decode([token])
+
+
+@given(tokens=st.lists(st.integers(0, TOKENIZER_SIZE + 20)))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_stream_for_any_decoder_gives_the_decoding_of_a_byte_level_model_too(byte_level, tokens):
+    backend = byte_level_tokenizer().backend_tokenizer
     whole = byte_level.decode(tokens)
     if REPLACEMENT * LONGEST_WAIT not in whole:
-        assert "".join(pieces) + rest == whole
+        assert in_blocks(Detokenizer(backend, frozenset({0, 1, 2})), tokens, [3, 4]) == whole
 
 
 @given(
@@ -128,8 +194,10 @@ def test_text_goes_on_after_an_invalid_byte(byte_level, byte_fallback):
 def test_bytes_that_are_never_a_character_are_not_held_for_ever(byte_level):
     (broken, *_) = byte_level.encode("你")
     pieces, rest = stream(byte_level, [broken] * 100)
-    assert "".join(pieces) + rest == REPLACEMENT * 100
-    held = 0
+    assert pieces == ["", *[REPLACEMENT] * 99] and rest == REPLACEMENT
+    decoder = Detokenizer(byte_level_tokenizer().backend_tokenizer, frozenset())
+    held, pieces = 0, [decoder.push(broken) for _ in range(100)]
+    assert "".join(pieces) + decoder.flush() == REPLACEMENT * 100
     for piece in pieces:
         held = 0 if piece else held + 1
         assert held <= LONGEST_WAIT

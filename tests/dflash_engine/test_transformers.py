@@ -81,6 +81,9 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
             {"tie_word_embeddings": True, "head_dim": 32, "num_attention_heads": 6, "rope_parameters": YARN},
         ),
         ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3, "mlp_only_layers": [1]}),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 16}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
 )
