@@ -152,9 +152,10 @@ class EngineCore:
                     answer.cached_tokens = self._scheduler.cached_tokens(row.seq_id)
                 advances.append(answer.advance(row, out))
         self._scheduler.commit([advance.commit for advance in advances])
-        if self._policy is not None:
-            self._learn(self._policy, plan, output, paying)
         lap_ns = self._lap_ns()
+        if self._policy is not None and output.busy_ns is not None:
+            # Where the host is slower than the device, it decides what a round takes.
+            self._learn(self._policy, plan, output, paying, max(output.busy_ns, lap_ns))
         self._charge(lap_ns if output.busy_ns is None else output.busy_ns, plan.rows, paying)
         self._count(advances)
         chunks = []
@@ -172,7 +173,12 @@ class EngineCore:
         return self._answers.pop(seq_id)
 
     def _learn(
-        self, policy: DraftPolicy, plan: StepPlan, output: StepOutput, paying: list[Answer | None]
+        self,
+        policy: DraftPolicy,
+        plan: StepPlan,
+        output: StepOutput,
+        paying: list[Answer | None],
+        round_ns: int,
     ) -> None:
         """Tells the policy what the round's drafts were worth and what it took; of a few rows, now and then,
         since telling it costs the host a good part of a short round."""
@@ -187,8 +193,7 @@ class EngineCore:
                 other_tokens += row.num_tokens + row.num_draft
             else:
                 outcomes.append(Outcome(row.seq_id, row.num_draft, len(out.tokens) - 1))
-        seconds = None if output.busy_ns is None else output.busy_ns / 1e9
-        policy.observe_round(outcomes, other_tokens, plan.write_context, seconds)
+        policy.observe_round(outcomes, other_tokens, plan.write_context, round_ns / 1e9)
 
     def _lap_ns(self) -> int:
         """Time in steps since this was last asked."""

@@ -14,6 +14,7 @@ from dflash_engine.calibration import Calibration, Limits
 from dflash_engine.config import EngineConfig
 from dflash_engine.device_round import DeviceRound
 from dflash_engine.draft_policy import DraftPolicy
+from dflash_engine.gguf_file import cache_folder
 from dflash_engine.gpu_runner import GpuRunner
 from dflash_engine.graphs import Graphs
 from dflash_engine.kv_cache import Caches, KVCache
@@ -24,6 +25,7 @@ from dflash_engine.round_layout import RoundLayout, Shape, bucket
 from dflash_engine.runner import Runner
 from dflash_engine.shard import ALONE, Rank
 from dflash_engine.slots import SlotTable
+from dflash_engine.step_times import StepTimes, TimesKey
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +58,16 @@ class Models:
 
 
 def build(
-    config: EngineConfig, models: Models, limits: Limits, block_length: int, rank: Rank = ALONE
+    config: EngineConfig,
+    models: Models,
+    limits: Limits,
+    block_length: int,
+    rank: Rank = ALONE,
+    times_key: TimesKey | None = None,
 ) -> GpuParts:
     """Raises `ConfigError` with the numbers where the KV caches do not fit.
+
+    `times_key` says for what measured times hold; those of an earlier start with the same key are used.
 
     Of several ranks the first one measures, and the others have to follow it then.
     """
@@ -88,10 +97,22 @@ def build(
     num_draft = block_length - 1 if models.draft is not None else 0
     calibration = Calibration(runner, limits, max_blocks, num_draft)
     calibration.warm_up()
-    times = calibration.measure()
+    times = _times(calibration, times_key)
     adaptive = models.draft is not None and config.verify == "adaptive"
     policy = DraftPolicy(times, Acceptance(block_length - 1), block_length) if adaptive else None
     return GpuParts(runner, num_blocks, policy, _mixed(times.kinds["verify"].measured_s))
+
+
+def _times(calibration: Calibration, key: TimesKey | None) -> StepTimes:
+    """Measured, or kept from an earlier start."""
+    if key is None:
+        return calibration.measure()
+    path = cache_folder() / "step-times" / f"{key.digest}.json"
+    kept = StepTimes.load(path, key)
+    if kept is None:
+        kept = calibration.measure()
+        kept.save(path, key)
+    return kept
 
 
 def _mixed(verify_s: dict[int, float]) -> int:

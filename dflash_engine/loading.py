@@ -32,6 +32,7 @@ from dflash_engine.runner import Runner
 from dflash_engine.scheduler import Scheduler
 from dflash_engine.shard import ALONE, Rank
 from dflash_engine.sources import Sources, find
+from dflash_engine.step_times import TimesKey
 from dflash_engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -104,12 +105,19 @@ def read_models(config: EngineConfig, sources: Sources, rank: Rank) -> Loaded:
     return Loaded(Models(target_model, draft_model, dtype, device), ops, limits, ahead, length)
 
 
-def build_runner(config: EngineConfig, sources: Sources, loaded: Loaded, rank: Rank) -> GpuParts | HostParts:
+def build_runner(
+    config: EngineConfig,
+    sources: Sources,
+    loaded: Loaded,
+    rank: Rank,
+    fingerprint: Fingerprint | None = None,
+) -> GpuParts | HostParts:
     """Caches and a runner, once all ranks have their models. Raises `ConfigError`."""
     # From here on ranks wait for each other on the device, where no error reaches them.
     rank.agree(0)
     if loaded.ahead:
-        return build(config, loaded.models, loaded.limits, sources.block_length, rank)
+        key = _times_key(sources, loaded, fingerprint) if fingerprint is not None else None
+        return build(config, loaded.models, loaded.limits, sources.block_length, rank, key)
     return _on_host(config, loaded.models, sources.block_length, loaded.length, rank)
 
 
@@ -117,7 +125,16 @@ def _load(config: EngineConfig, sources: Sources, rank: Rank) -> Parts:
     folder, model = sources.folder, sources.model
     loaded = read_models(config, sources, rank)
     models, ops, limits = loaded.models, loaded.ops, loaded.limits
-    built = build_runner(config, sources, loaded, rank)
+    fingerprint = Fingerprint(
+        weights=weights_digest(folder) if config.weights == "checkpoint" else "random",
+        dtype=config.dtype,
+        device=device_kind(models.device),
+        kernels=f"{ops.name}-{ops.version}",
+        tensor_parallel_size=config.tensor_parallel_size,
+        torch=torch.__version__,
+        triton=triton_version(),
+    )
+    built = build_runner(config, sources, loaded, rank, fingerprint)
     used_draft = models.draft.share if models.draft is not None else None
     kv_tokens = built.num_blocks * config.kv_block_size
     memory = memory_report(models.target.share, used_draft, models.dtype, kv_tokens)
@@ -143,16 +160,21 @@ def _load(config: EngineConfig, sources: Sources, rank: Rank) -> Parts:
         eos_token_ids=tuple(sorted({*model.eos_token_ids, *tokenizer.eos_token_ids})),
         max_model_len=sources.max_model_len,
         block_length=sources.block_length,
-        fingerprint=Fingerprint(
-            weights=weights_digest(folder) if config.weights == "checkpoint" else "random",
-            dtype=config.dtype,
-            device=device_kind(models.device),
-            kernels=f"{ops.name}-{ops.version}",
-            tensor_parallel_size=config.tensor_parallel_size,
-            torch=torch.__version__,
-            triton=triton_version(),
-        ),
+        fingerprint=fingerprint,
         memory=memory,
+    )
+
+
+def _times_key(sources: Sources, loaded: Loaded, fingerprint: Fingerprint) -> TimesKey | None:
+    """For what measured times hold; None where they are not worth keeping."""
+    if fingerprint.weights == "random" or loaded.models.device.type != "cuda":
+        return None
+    draft = weights_digest(sources.draft_folder) if sources.draft_folder is not None else "none"
+    limits = loaded.limits
+    return TimesKey(
+        model_digest=fingerprint.digest,
+        gpu=torch.cuda.get_device_name(loaded.models.device),
+        version=f"{draft} {sources.block_length} {limits.max_num_seqs} {limits.max_step_tokens}",
     )
 
 

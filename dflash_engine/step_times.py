@@ -10,6 +10,7 @@ import tempfile
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ class TimesKey:
     model_digest: str
     gpu: str
     version: str
+    """Of everything else that times depend on: kernels, libraries, sizes."""
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that change with any field."""
+        return blake2b(json.dumps(asdict(self)).encode(), digest_size=8).hexdigest()
 
 
 class BucketTimes:

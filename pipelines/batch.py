@@ -143,13 +143,14 @@ def generate(shards: ray.data.Dataset, job: BatchJob, factory: EngineFactory) ->
     actors, device = job.config.actors, job.config.engine.device
     gpus = num_gpus()
     use_gpu = device.startswith("cuda") or (device == "auto" and gpus > 0)
-    most = actors.max or max(actors.min, gpus if use_gpu else 1)
-    room = gpus if use_gpu else int((num_cpus() - READ_CPUS) / ACTOR_CPUS)
+    gpus_each = job.config.engine.tensor_parallel_size
+    room = gpus // gpus_each if use_gpu else int((num_cpus() - READ_CPUS) / ACTOR_CPUS)
+    most = actors.max or max(actors.min, room if use_gpu else 1)
     # A running cluster may grow; one of our own cannot, and would wait for ever.
     if actors.min > room and not os.environ.get("RAY_ADDRESS"):
         raise JobRefused(
             f"actors.min = {actors.min}, but there is room for {room} on this machine's "
-            f"{'GPUs' if use_gpu else 'CPU cores'} (engine.device is {device})"
+            f"{f'GPUs, {gpus_each} each' if use_gpu else 'CPU cores'} (engine.device is {device})"
         )
     spec = GenerateSpec(
         engine=job.config.engine,
@@ -163,14 +164,13 @@ def generate(shards: ray.data.Dataset, job: BatchJob, factory: EngineFactory) ->
     pool = ActorPoolStrategy(
         min_size=actors.min, max_size=most, max_concurrent_calls_per_actor=actors.shards_in_flight
     )
-    cpus, gpus_each = (0, 1) if use_gpu else (ACTOR_CPUS, None)
     return shards.map(
         # Ray's annotation knows functions of a row; a class whose instances are called is documented too.
         Generate,  # type: ignore[arg-type]
         fn_constructor_args=(spec, factory),
         compute=pool,
-        num_cpus=cpus,
-        num_gpus=gpus_each,
+        num_cpus=0 if use_gpu else ACTOR_CPUS,
+        num_gpus=gpus_each if use_gpu else None,
     )
 
 

@@ -82,8 +82,7 @@ class Generate:
         answers = await asyncio.gather(*(self._answer(engine, row) for row in rows))
         price = self._price()
         outputs = [
-            _output(row, answer, price, self._spec.engine.model)
-            for row, answer in zip(rows, answers, strict=True)
+            _output(row, answer, price, self._spec.engine) for row, answer in zip(rows, answers, strict=True)
         ]
         errors = [
             ErrorRecord(row, shard["file"], answer)
@@ -173,8 +172,10 @@ def _accelerator() -> str:
     return names[0]
 
 
-def _output(row: InputRow, answer: Result | RowError, price: Price, model: str) -> OutputRow:
+def _output(row: InputRow, answer: Result | RowError, price: Price, engine: EngineConfig) -> OutputRow:
     usage = answer.usage if isinstance(answer, Result) else None
+    # The engine's time is that of all its GPUs at once.
+    busy_ns = usage.busy_ns * engine.tensor_parallel_size if usage else 0
     error = answer if isinstance(answer, RowError) else None
     columns = {
         "row_id": row.row_id,
@@ -188,11 +189,11 @@ def _output(row: InputRow, answer: Result | RowError, price: Price, model: str) 
         "steps": usage.steps if usage else 0,
         "drafted_tokens": usage.drafted_tokens if usage else 0,
         "accepted_tokens": usage.accepted_tokens if usage else 0,
-        "gpu_seconds": usage.busy_s if usage else 0.0,
-        "cost_usd": price.cost_usd(usage.busy_ns if usage else 0),
+        "gpu_seconds": busy_ns / 1e9,
+        "cost_usd": price.cost_usd(busy_ns),
         "error_type": error and error.code,
         "error_message": error and error.message,
-        "model": model,
+        "model": engine.model,
     }
     return OutputRow(columns, row.carried, _logprobs(answer))
 
