@@ -27,8 +27,8 @@ from dflash_engine.stops import StopWatcher
 __all__ = ["EngineCore", "Prepared"]
 
 
-LEARNT_ROWS = 8
-"""Rows that go by before the policy is told of a round."""
+LEARN_EVERY = 4
+"""Rounds of which the policy is told of one; half as often where there are only one or two rows."""
 
 
 class EngineCore:
@@ -47,7 +47,7 @@ class EngineCore:
         self._scheduler = parts.scheduler
         self._pipeline = Pipeline(parts.runner)
         self._policy = parts.policy
-        self._unlearnt_rows = 0
+        self._unlearnt_rounds = 0
         self._answers: dict[int, Answer] = {}
         self._num_requests = 0
         self._totals = EngineStats()
@@ -180,12 +180,12 @@ class EngineCore:
         paying: list[Answer | None],
         round_ns: int,
     ) -> None:
-        """Tells the policy what the round's drafts were worth and what it took; of a few rows, now and then,
-        since telling it costs the host a good part of a short round."""
-        self._unlearnt_rows += len(plan.rows)
-        if self._unlearnt_rows < LEARNT_ROWS:
+        """Tells the policy what a round's drafts were worth and what it took; now and then only, since that
+        costs the host a good part of a short round."""
+        self._unlearnt_rounds += 1
+        if self._unlearnt_rounds < (LEARN_EVERY if len(plan.rows) > 2 else 2 * LEARN_EVERY):
             return
-        self._unlearnt_rows = 0
+        self._unlearnt_rounds = 0
         outcomes = []
         other_tokens = 0
         for row, out, answer in zip(plan.rows, output.rows, paying, strict=True):

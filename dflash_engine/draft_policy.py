@@ -19,16 +19,12 @@ rounds chosen.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dflash_engine.acceptance import Acceptance, Floats
+from dflash_engine.acceptance import Acceptance
+from dflash_engine.draft_search import Candidate, DraftSearch, Load, Option
 from dflash_engine.step_times import StepTimes
 
 CONTEXT_SPELL = 64
@@ -45,24 +41,8 @@ TRIAL_SPELL = 16
 """Rounds for which a trial has context written where it was no longer: a rebuilt row drafts in them."""
 OTHERS_SHARE = 0.02
 """Weight of a round in the running mean of what prompts cost."""
-SMALLER_DRAFTS = 2
-"""Draft buckets tried below the one that holds all rows: drafting for the easiest rows only."""
-STEPS_BEYOND = 32
-"""Sizes tried where a round is larger than every measured bucket."""
 
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A decoding row of the round."""
-
-    request_id: int
-    most: int
-    """Drafted tokens that it could verify; 0 where it may not draft."""
-    missing_context: int = 0
-    """Known tokens whose draft context was not written; while there are any, `most` is 0."""
-
-
-_REQUEST_ID, _MOST, _MISSING = map(attrgetter, ("request_id", "most", "missing_context"))
+_MOST, _MISSING = map(attrgetter, ("most", "missing_context"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +63,6 @@ class Outcome:
     num_accepted: int
 
 
-class _Option(NamedTuple):
-    """A way to draft in a round."""
-
-    num_draft: tuple[int, ...]
-    gain: float
-    """Drafted tokens expected to be accepted."""
-    seconds: float
-    rate: float
-    """Committed tokens per second."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Outlook:
     """What drafting would bring if no row's context were missing."""
@@ -105,21 +74,6 @@ class _Outlook:
     """What such a row adds to the round."""
 
 
-class _Load(NamedTuple):
-    """What a round holds besides drafts, and what plain decoding makes of it."""
-
-    num_rows: int
-    num_tokens: int
-    """Query tokens without drafted ones."""
-    shift_s: float
-    """To be added to the round's time, so that prompts count with their mean share instead of this one."""
-    plain_s: float
-
-    @property
-    def plain_rate(self) -> float:
-        return self.num_rows / self.plain_s
-
-
 class DraftPolicy:
     """`block_length` counts the anchor: at most block_length - 1 drafted tokens are verified."""
 
@@ -127,6 +81,7 @@ class DraftPolicy:
         assert acceptance.most == block_length - 1, (acceptance.most, block_length)
         self._times = times
         self._acceptance = acceptance
+        self._search = DraftSearch(times, acceptance)
         self._most = block_length - 1
         self._others_row_s = 0.0
         self._drafts = True
@@ -147,7 +102,7 @@ class DraftPolicy:
             return Choice((), self._writes_context(), "plain")
         load = self._load(len(rows), other_tokens)
         most = list(map(_MOST, rows))
-        option = self._best(rows, most, load) if any(most) else None
+        option = self._search.best(rows, most, load) if any(most) else None
         pays = option is not None and option.rate > load.plain_rate
         self._outlook = self._look_out(rows, load, 1.0 if pays else RESUME_GAIN)
         self._count_round(pays or self._outlook is not None, load)
@@ -205,7 +160,7 @@ class DraftPolicy:
     def _writes_context(self) -> bool:
         return self._idle_rounds <= CONTEXT_SPELL or self._spell_left > 0
 
-    def _load(self, num_rows: int, other_tokens: int) -> _Load:
+    def _load(self, num_rows: int, other_tokens: int) -> Load:
         # A round with a prompt in it is long whatever is drafted. Seen alone, its low rate would make any
         # draft look good; the time of prompts is therefore spread evenly over all rounds' rows.
         verify_s = self._times.verify(num_rows + other_tokens)
@@ -213,82 +168,22 @@ class DraftPolicy:
         self._others_row_s += OTHERS_SHARE * (others_s / num_rows - self._others_row_s)
         shift_s = num_rows * self._others_row_s - others_s
         plain_s = max(self._times.floor(num_rows), verify_s) + shift_s
-        return _Load(num_rows, num_rows + other_tokens, shift_s, plain_s)
+        return Load(num_rows, num_rows + other_tokens, shift_s, plain_s)
 
-    def _best(self, rows: Sequence[Candidate], most: Sequence[int], load: _Load) -> _Option:
-        """The best of all ways to draft, at least one token; row i verifies at most most[i].
-
-        Chances fall from token to token of a row, so the best set of a given size is the likeliest
-        tokens; sizes that fill a bucket of the target are tried, each with draft passes of several sizes.
-        """
-        depth = max(most)
-        able = None if all(most) else [i for i, limit in enumerate(most) if limit]
-        chosen = rows if able is None else [rows[i] for i in able]
-        shifts = self._acceptance.shifts(list(map(_REQUEST_ID, chosen)))
-        order = (-shifts).argsort(kind="stable")
-        places = order if able is None else np.array(able)[order]
-        chances = self._acceptance.chances_of(shifts[order], depth)
-        limits = None
-        if min(most) < depth:
-            limits = np.array(most)[places]
-            chances[np.arange(depth)[:, None] >= limits] = 0
-        best: tuple[float, float, float] | None = None
-        for width in self._widths(len(chosen)):
-            pairs = np.sort(chances[:, :width], axis=None)[::-1] if len(chosen) > 1 else chances[:, 0]
-            num_pairs = width * depth if limits is None else int(limits[:width].sum())
-            sizes = self._sizes(load.num_tokens, num_pairs)
-            gains = _sums_of_first(pairs, sizes)
-            seconds = self._seconds(load, sizes, width)
-            rates = (load.num_rows + gains) / seconds
-            at = int(rates.argmax())
-            if best is None or rates[at] > best[0]:
-                best = (float(rates[at]), float(gains[at]), float(seconds[at]))
-                size = int(sizes[at])
-                taken, least = chances[:, :width], pairs[size - 1]
-        assert best is not None
-        rate, gain, total_s = best
-        num_draft = np.zeros(load.num_rows, dtype=np.int64)
-        num_draft[places[: taken.shape[1]]] = _counts(taken, least, size)
-        return _Option(tuple(num_draft.tolist()), gain, total_s, rate)
-
-    def _widths(self, num_rows: int) -> list[int]:
-        """Numbers of rows to draft for: all, or as many as a smaller draft pass holds."""
-        buckets = self._times.kinds["draft"].sizes
-        end = bisect_left(buckets, num_rows)
-        return [num_rows, *buckets[max(end - SMALLER_DRAFTS, 0) : end]]
-
-    def _sizes(self, num_tokens: int, most: int) -> NDArray[np.int64]:
-        """Numbers of drafted tokens up to `most` that fill a bucket, and `most` itself, rising."""
-        edges = self._times.token_edges
-        first, last = bisect_right(edges, num_tokens), bisect_left(edges, num_tokens + most)
-        tokens = edges[first:last]
-        beyond = num_tokens + most - edges[-1]
-        if beyond > 1:
-            step = -(-min(beyond, most) // STEPS_BEYOND)
-            tokens += range(max(edges[-1], num_tokens) + step, num_tokens + most, step)
-        tokens.append(num_tokens + most)
-        return np.array(tokens) - num_tokens
-
-    def _seconds(self, load: _Load, sizes: NDArray[np.int64], width: int) -> Floats:
-        kinds, tokens = self._times.kinds, sizes + load.num_tokens
-        passes = kinds["verify"].seconds_of(tokens) + kinds["context"].seconds_of(tokens)
-        passes += kinds["draft"].seconds_of(np.minimum(sizes, width))
-        return np.maximum(passes, self._times.floor(load.num_rows)) + load.shift_s
-
-    def _look_out(self, rows: Sequence[Candidate], load: _Load, least_gain: float) -> _Outlook | None:
+    def _look_out(self, rows: Sequence[Candidate], load: Load, least_gain: float) -> _Outlook | None:
         """What drafting would bring with every row's context there, if more than least_gain x plain."""
         missing = list(map(_MISSING, rows))
         if not any(missing):
             return None
         most = [self._most if gap else row.most for row, gap in zip(rows, missing, strict=True)]
-        option = self._best(rows, most, load)
+        option = self._search.best(rows, most, load)
         if option.rate <= least_gain * load.plain_rate:
             return None
         drafting = [count for count in option.num_draft if count]
         row_s = max(option.seconds - load.plain_s, 0.0) / len(drafting)
         return _Outlook(option.rate, max(1, round(sum(drafting) / len(drafting))), row_s)
 
-    def _count_round(self, drafts: bool, load: _Load) -> None:
+    def _count_round(self, drafts: bool, load: Load) -> None:
         if drafts != self._drafts:
             self._drafts, self._since_trial, self._wait = drafts, 0, FIRST_WAIT
         self._since_trial += 1
@@ -300,7 +195,7 @@ class DraftPolicy:
         share_s = TRIAL_SHARE * load.plain_s
         self._set_aside_s = min(self._set_aside_s + share_s, MOST_WAIT * share_s)
 
-    def _tries(self, option: _Option, load: _Load) -> bool:
+    def _tries(self, option: Option, load: Load) -> bool:
         """Whether to draft although it does not pay; in a trial's spell, as often as can be afforded."""
         loss_s = max(option.seconds - (load.num_rows + option.gain) / load.plain_rate, 0.0)
         if self._spell_left and loss_s <= self._set_aside_s:
@@ -308,7 +203,7 @@ class DraftPolicy:
             return True
         return self._starts_trial(loss_s)
 
-    def _prepares_trial(self, missing: Sequence[Candidate], load: _Load) -> None:
+    def _prepares_trial(self, missing: Sequence[Candidate], load: Load) -> None:
         """Without context no row can draft: has it written for a while, and the cheapest row rebuilt."""
         if not missing or self._since_trial < self._wait:
             return
@@ -327,21 +222,3 @@ class DraftPolicy:
         self._set_aside_s -= loss_s
         self._since_trial, self._wait = 0, min(2 * self._wait, MOST_WAIT)
         return True
-
-
-def _sums_of_first(values: NDArray[np.float32], sizes: NDArray[np.int64]) -> Floats:
-    """values[:size].sum() for each of the rising sizes."""
-    starts = np.zeros_like(sizes)
-    starts[1:] = sizes[:-1]
-    return np.add.reduceat(values[: sizes[-1]], starts, dtype=np.float64).cumsum()
-
-
-def _counts(chances: NDArray[np.float32], least: np.float32, size: int) -> NDArray[np.int64]:
-    """How many of each column's falling chances are among the best `size`, the worst of which is `least`."""
-    if chances.shape[1] == 1:
-        return np.array([size])
-    counts: NDArray[np.int64] = (chances > least).sum(axis=0)
-    surplus = size - int(counts.sum())
-    if surplus and least > 0:
-        counts[(chances == least).any(axis=0).nonzero()[0][:surplus]] += 1
-    return counts

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from dflash_engine.acceptance import Acceptance
-from dflash_engine.draft_policy import CONTEXT_SPELL, Candidate, DraftPolicy, Outcome
+from dflash_engine.draft_policy import CONTEXT_SPELL, DraftPolicy, Outcome
+from dflash_engine.draft_search import Candidate
 from dflash_engine.step_times import StepTimes
 
 MOST = 7
