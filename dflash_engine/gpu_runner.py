@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_engine.device_round import DeviceRound
+from dflash_engine.devices import use_device
 from dflash_engine.graphs import Graphs
 from dflash_engine.plan import RowOutput, StepOutput, StepPlan
 from dflash_engine.round_layout import Packed, RoundLayout, longest_of, pack
@@ -72,6 +73,7 @@ class GpuRunner:
         self._on_host = on_host
         self._followers = followers
         self._tiling = (heads[0] // heads[1], heads[1], device_round.block_length)
+        self._device = device
         self._timer = RoundTimer(device, _BUFFERS)
         on_gpu = device.type == "cuda"
         size = sum(layout.sizes)
@@ -85,6 +87,7 @@ class GpuRunner:
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """A round with the host in it; none may be in flight."""
+        use_device(self._device)
         if self._followers is not None:
             self._followers.tell(plan)
         with torch.inference_mode():
@@ -95,6 +98,7 @@ class GpuRunner:
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Queues a round on the device."""
+        use_device(self._device)
         buffer = self._num_launched % _BUFFERS
         self._num_launched += 1
         with torch.inference_mode():
