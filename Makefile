@@ -36,11 +36,14 @@ demo: $(STAMP)
 	rm -rf out/demo
 	$(BIN)/python jobs/batch_generate.py --config configs/batch/demo.yaml
 
+# Each test computes in one thread; those that start a cluster take all cores, one after the other.
 test: lint types
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile -m "not ray"
+	$(BIN)/python -m pytest -q -m ray
 
 test-full: lint types
-	$(BIN)/python -m pytest -q --full
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --full -n auto --dist loadfile -m "not ray"
+	$(BIN)/python -m pytest -q --full -m ray
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
