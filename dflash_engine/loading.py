@@ -25,7 +25,7 @@ from dflash_engine.memory import MemoryReport, memory_report
 from dflash_engine.model_config import DraftConfig, ModelConfig
 from dflash_engine.models.draft import DraftModel, draft_linears
 from dflash_engine.models.target import TargetModel, target_linears
-from dflash_engine.ops import DEVICE_OPS, Ops, Sizes, choose_ops
+from dflash_engine.ops import DEVICE_OPS, Ops, Sizes, choose_ops, source_digest
 from dflash_engine.pipeline import Executor, Launcher
 from dflash_engine.random_weights import NoTokenizer, RandomCheckpoint
 from dflash_engine.runner import Runner
@@ -174,7 +174,7 @@ def _times_key(sources: Sources, loaded: Loaded, fingerprint: Fingerprint) -> Ti
     return TimesKey(
         model_digest=fingerprint.digest,
         gpu=torch.cuda.get_device_name(loaded.models.device),
-        version=f"{draft} {sources.block_length} {limits.max_num_seqs} {limits.max_step_tokens}",
+        version=f"{source_digest()} {draft} {sources.block_length} {limits}",
     )
 
 

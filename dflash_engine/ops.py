@@ -35,7 +35,7 @@ try:
     )
     from kernels.sampling import MAX_BIAS, WHOLE, SamplingTable, choose, reset_history
     from kernels.sampling_reference import choose_reference
-    from kernels.triton_ops import Tiling, TritonOps
+    from kernels.triton_ops import Tiling, TritonOps, source_digest
     from kernels.vendor_ops import VendorOps
 except ModuleNotFoundError as error:
     raise ImportError(
@@ -74,6 +74,7 @@ __all__ = [
     "run_draft_feed",
     "run_feed",
     "run_update_tables",
+    "source_digest",
     "tokens_per_tile",
 ]
 

@@ -10,6 +10,10 @@ from dflash_engine.residency import Residency
 from dflash_engine.sequence import SequenceState
 from dflash_engine.step_budget import StepBudget, share_evenly
 
+CROWD = 8
+"""Sequences that wait or are prefilled: with so many, getting them all to decode soon is worth longer steps
+for those that do already."""
+
 
 class StepFilling:
     """Fills one budget after the other, and remembers whose turn it is where one was too small."""
@@ -31,7 +35,7 @@ class StepFilling:
         budget = StepBudget(self._max_step_tokens, kept_for, may_preempt=may_preempt)
         granted = self._grant_anchors(budget, decoding)
         known_left = sum([sequence.num_left for sequence in feeding])
-        if granted:
+        if granted and len(feeding) + len(self._residency.waiting) < CROWD:
             budget.limit_prompts(self._max_mixed_tokens)
         num_draft = self._drafting.choose(granted, min(known_left, budget.left_for_prompts()))
         wants = [want for want in zip(granted, num_draft, strict=True) if want[1]]

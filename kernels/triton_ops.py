@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,12 @@ from kernels.rope import Place, can_fuse, run_qkv, run_rope_store
 WIDTH_MULTIPLE = 16
 MAX_COUNTERS = 1 << 16
 """Attention tiles times KV heads that may be cut into several programs; more of them are not cut."""
+
+
+def source_digest() -> str:
+    """16 hexadecimal digits that change with the kernels' sources: for what is measured, not for results."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.blake2b(b"".join(path.read_bytes() for path in sources), digest_size=8).hexdigest()
 
 
 class Tiling(NamedTuple):

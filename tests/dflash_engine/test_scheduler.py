@@ -7,6 +7,7 @@ import pytest
 from dflash_engine.errors import ConfigError
 from dflash_engine.plan import RowCommit
 from dflash_engine.request import Priority
+from dflash_engine.step_filling import CROWD
 from tests.dflash_engine.schedules import NEXT, add, fed, plan, scheduler, step
 
 
@@ -89,6 +90,24 @@ def test_decoding_goes_first_and_a_prompt_gets_what_is_left() -> None:
     assert fed(step(engine)) == {1: (1, 3), 2: (8, 0)}
     assert fed(step(engine)) == {1: (1, 3), 2: (4, 0)}
     assert fed(step(engine)) == {1: (1, 3), 2: (1, 3)}
+
+
+def test_while_others_decode_a_prompt_gets_no_more_than_its_share_of_a_step() -> None:
+    engine = scheduler(max_mixed_tokens=8)
+    add(engine, 1, 20)
+    assert fed(step(engine)) == {1: (20, 0)}
+    add(engine, 2, 20)
+    assert [fed(step(engine))[2] for _ in range(3)] == [(8, 0), (8, 0), (4, 0)]
+
+
+def test_a_crowd_of_prompts_is_not_held_back_for_those_who_decode() -> None:
+    engine = scheduler(max_mixed_tokens=8, max_num_seqs=16, num_blocks=400)
+    add(engine, 1, 5)
+    step(engine)
+    for seq_id in range(2, 2 + CROWD):
+        add(engine, seq_id, 6)
+    rows = fed(step(engine))
+    assert sum(num_tokens for seq_id, (num_tokens, _) in rows.items() if seq_id > 1) == CROWD * 6
 
 
 def test_nothing_is_drafted_for_the_first_token_even_where_one_prompt_token_is_left() -> None:
