@@ -45,7 +45,9 @@ test-full: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --full -n auto --dist loadfile -m "not ray"
 	$(BIN)/python -m pytest -q --full -m ray
 
+# The kernels' own tests take the GPU where there is one.
 test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -q tests/kernels
 	$(BIN)/python -m pytest -q -m gpu
 
 lint: $(STAMP)
