@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_engine.errors import ConfigError
+from dflash_engine.self_test import GPU_ROWS, gpu_pieces, rows_stand_alone
 
 try:
     from kernels.accept import AcceptRows, accept
@@ -246,7 +247,7 @@ def choose_ops(
         return _reference(device, dtype, shapes, group)
     if name == "triton" or device.type != "cpu":
         if TritonOps.supports(shapes.widths, shapes.head_dims):
-            return _on_gpu(device, exact, group)
+            return _on_gpu(device, dtype, shapes, exact, group)
         problem = f"the GPU kernels do not cover widths {shapes.widths}, head sizes {shapes.head_dims}"
         if name == "triton":
             raise ConfigError(f"{problem}; use ops 'auto'")
@@ -268,11 +269,19 @@ def choose_ops(
     return _reference(device, dtype, shapes, None)
 
 
-def _on_gpu(device: torch.device, exact: bool, group: Group | None) -> Ops:
-    if group is None:
-        return TritonOps(device) if exact else VendorOps(device)
-    assert exact, "the vendor's products are not added up"
-    return ParallelOps(device, group)
+def _on_gpu(device: torch.device, dtype: torch.dtype, shapes: Sizes, exact: bool, group: Group | None) -> Ops:
+    """The GPU kernels; that a row does not depend on the tile it is in is a property of the GPU."""
+    if not exact:
+        assert group is None, "the vendor's products are not added up"
+        return VendorOps(device)
+    ops = TritonOps(device) if group is None else ParallelOps(device, group)
+    for shape in sorted(set(shapes.linears)) if device.type == "cuda" else ():
+        if not rows_stand_alone(ops, device, dtype, shape, GPU_ROWS, gpu_pieces()):
+            raise ConfigError(
+                f"{torch.cuda.get_device_name(device)} gives a row of a product {list(shape)} other bits in "
+                "other tiles, so the GPU kernels are not exact on it: use ops reference, or exact: false"
+            )
+    return ops
 
 
 def _reference(device: torch.device, dtype: torch.dtype, shapes: Sizes, group: Group | None) -> Ops:
@@ -282,21 +291,11 @@ def _reference(device: torch.device, dtype: torch.dtype, shapes: Sizes, group: G
     for tile in (16, 1):
         ops = ReferenceOps(tile)
         if all(
-            _rows_stand_alone(ops, device, each, shape)
+            rows_stand_alone(
+                ops, device, each, shape, tile + 1, [slice(row, row + 1) for row in range(tile + 1)]
+            )
             for shape in sorted(set(shapes.linears))
             for each in dtypes
         ):
             return ops if group is None else ParallelReferenceOps(group, tile)
     raise ConfigError(f"torch's matmul on {device} gives a row other results from call to call")
-
-
-def _rows_stand_alone(
-    ops: ReferenceOps, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
-) -> bool:
-    """Whether each row comes out the same alone as among others, at each place of a tile."""
-    noise = torch.Generator().manual_seed(0)
-    weight = ops.pack(torch.randn(shape, generator=noise).to(device, dtype))
-    rows = torch.randn(ops.tile + 1, shape[1], generator=noise).to(device, dtype)
-    together = ops.linear(rows, weight)
-    alone = torch.cat([ops.linear(row, weight) for row in rows.split(1)])
-    return torch.equal(together, alone)
