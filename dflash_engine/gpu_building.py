@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -36,6 +37,10 @@ PROMPT_SLOWDOWN = 3.0
 LEAST_CHUNK = 64
 
 _Piece = Callable[[DeviceRound], None]
+
+
+class Measuring(Protocol):
+    def measure(self) -> StepTimes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +102,13 @@ def build(
     num_draft = block_length - 1 if models.draft is not None else 0
     calibration = Calibration(runner, limits, max_blocks, num_draft)
     calibration.warm_up()
-    times = _times(calibration, times_key)
+    times = step_times(calibration, times_key)
     adaptive = models.draft is not None and config.verify == "adaptive"
     policy = DraftPolicy(times, Acceptance(block_length - 1), block_length) if adaptive else None
     return GpuParts(runner, num_blocks, policy, _mixed(times.kinds["verify"].measured_s))
 
 
-def _times(calibration: Calibration, key: TimesKey | None) -> StepTimes:
+def step_times(calibration: Measuring, key: TimesKey | None) -> StepTimes:
     """Measured, or kept from an earlier start."""
     if key is None:
         return calibration.measure()

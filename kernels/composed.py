@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kernels.noise import gumbel_reference
+
 
 def choose_experts(
     scores: Tensor, top_k: int, renormalise: bool, dtype: torch.dtype
@@ -37,6 +39,7 @@ class _Simple(Protocol):
     def pack(self, weight: Tensor) -> Any: ...
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor: ...
     def wide_linear(self, x: Tensor, weight: Any) -> Tensor: ...
+    def logits(self, x: Tensor, norm: Tensor, eps: float, weight: Any) -> Tensor: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
     def rope_store(
@@ -152,8 +155,23 @@ class ComposedOps:
     def logits(self: _Simple, x: Tensor, norm: Tensor, eps: float, weight: Any) -> Tensor:
         return self.wide_linear(self.rms_norm(x, norm, eps), weight)
 
-    def best(self, x: Tensor, norm: Tensor, eps: float, weight: Any, noise: Any) -> Tensor:
-        raise NotImplementedError("only the GPU kernels choose on the device")
+    def best(
+        self: _Simple,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Any,
+        noise: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    ) -> Tensor:
+        scores = self.logits(x.contiguous(), norm, eps, weight)
+        if noise is not None:
+            slots, positions, temperature, keys = noise
+            for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+                heat, key = float(temperature[max(slot, 0)]), int(keys[max(slot, 0)])
+                if heat > 0:
+                    gumbel = gumbel_reference(key, position, scores.shape[1], x.device)
+                    scores[row] = scores[row] / heat + gumbel
+        return scores.argmax(-1).int()
 
     def context(
         self: _Simple,

@@ -255,18 +255,10 @@ static inline void normalise(float* row, const T* weight, long n, float eps) {
 }
 
 template <class T>
-static void rms_norm(const T* x, T* residual, const T* weight, T* out, long M, long H, float eps, int threads) {
+static void rms_norm(const T* x, const T* weight, T* out, long M, long H, float eps, int threads) {
     each_row(M, 16, threads, [&](long m) {
         std::vector<float> row(H);
-        for (long i = 0; i < H; i += 16) {
-            f32x16 v = load(x + m * H + i);
-            if (residual) {
-                v += load(residual + m * H + i);
-                store(residual + m * H + i, v);
-                v = load(residual + m * H + i);  // the norm sees what is kept
-            }
-            store(row.data() + i, v);
-        }
+        for (long i = 0; i < H; i += 16) store(row.data() + i, load(x + m * H + i));
         normalise(row.data(), weight, H, eps);
         for (long i = 0; i < H; i += 16) store(out + m * H + i, load(row.data() + i));
     });
@@ -406,9 +398,8 @@ static void attention(const T* q, const T* k_cache, const T* v_cache, const int3
                                     int threads) {                                                                         \
         linear(x, w, bias, out, M, N, K, threads);                                                                         \
     }                                                                                                                      \
-    extern "C" void rms_norm_##SUFFIX(const T* x, T* residual, const T* weight, T* out, long M, long H, float eps,         \
-                                      int threads) {                                                                       \
-        rms_norm(x, residual, weight, out, M, H, eps, threads);                                                            \
+    extern "C" void rms_norm_##SUFFIX(const T* x, const T* weight, T* out, long M, long H, float eps, int threads) {       \
+        rms_norm(x, weight, out, M, H, eps, threads);                                                                      \
     }                                                                                                                      \
     extern "C" void silu_mul_##SUFFIX(const T* gate_up, T* out, long M, long I, int threads) {                             \
         silu_mul(gate_up, out, M, I, threads);                                                                             \

@@ -105,7 +105,7 @@ def _build(target: Path) -> None:
 _ARGUMENTS = {
     "linear": "ppppllli",
     "logits": "ppppllli",
-    "rms_norm": "ppppllfi",
+    "rms_norm": "pppllfi",
     "silu_mul": "pplli",
     "rope_store": "pllllppfpppppppli",
     "attention": "ppppllpppfplllli",
@@ -192,12 +192,11 @@ class CpuOps(ComposedOps):
         self._functions[name, dtype](*pointers, rows, weight.out_features, width, self._threads)
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
         (rows, width), dtype = x.shape, x.dtype
         _require(width % 16 == 0, f"rows of {width} are not whole vectors of 16")
-        residual_address = _address(residual, dtype, rows, width)
-        pointers = (_address(x, dtype), residual_address, _address(weight, dtype, width), out.data_ptr())
+        pointers = (_address(x, dtype), _address(weight, dtype, width), out.data_ptr())
         self._functions["rms_norm", dtype](*pointers, rows, width, eps, self._threads)
         return out
 

@@ -120,7 +120,7 @@ def run_linear(
         if wide:
             tile = wide_tile(num_rows, num_out, width, pair=pair)
         else:
-            tile = small_tile(num_rows, num_out, width, pair=pair, itemsize=size)
+            tile = small_tile(num_rows, width, pair=pair, itemsize=size)
     x, w = described(rows.x, weight, tile) if wide else (rows.x, weight)
     grid = (triton.cdiv(num_out, tile.BN) * triton.cdiv(num_rows, tile.BT),)
     _linear_kernel[grid](

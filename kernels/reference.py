@@ -60,10 +60,7 @@ class ReferenceOps(ComposedOps):
         best: list[int] = logits.argmax(-1).tolist()
         return best
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-        if residual is not None:
-            residual.copy_(residual.float() + x.float())
-            x = residual
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._by_tiles(lambda tile: _normalise(tile, weight, eps), x)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     """Rows are the first operand of the product; only where tiles are loaded through descriptors."""
 
 
-def small_tile(rows: int, outputs: int, width: int, *, pair: bool, itemsize: int) -> Tile:
+def small_tile(rows: int, width: int, *, pair: bool, itemsize: int) -> Tile:
     """For at most WIDE_ROWS rows, or rows of float32; `pair`: two matrices side by side."""
     if itemsize == 4:
         return Tile(16, 16 if rows <= 16 else 32 if rows <= 32 else 64, 32, 4, 2)

@@ -6,37 +6,21 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dflash_engine import loading
 from dflash_engine.device_round import DeviceRound
 from dflash_engine.gpu_runner import GpuRunner, Ticket
 from dflash_engine.plan import StepPlan
 from kernels.cpu import CpuOps
-from kernels.noise import gumbel_reference
 
 
 class DeviceCpuOps(CpuOps):
     """Chooses without the host, as the engine asks of operations that compute rounds ahead."""
 
     name = "triton"
-
-    def best(self, x: Tensor, norm: Tensor, eps: float, weight: Any, noise: Any) -> Tensor:
-        logits = self.logits(x.contiguous(), norm, eps, weight)
-        if noise is not None:
-            slots, positions, temperature, keys = noise
-            for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-                heat = float(temperature[max(slot, 0)])
-                if heat > 0:
-                    key = int(keys[max(slot, 0)])
-                    logits[row] = logits[row] / heat + gumbel_reference(
-                        key, position, logits.shape[1], x.device
-                    )
-        return logits.argmax(-1).int()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from typing import Any
@@ -240,3 +241,33 @@ def test_an_aborted_request_gives_out_the_text_that_may_have_begun_a_stop_string
     assert last is not None and last.result is not None and last.tokens == ()
     num_tokens = len(last.result.tokens)
     assert last.text == last.result.text == core._tokenizer.decode(whole.tokens[:num_tokens]) != ""
+
+
+class Listener:
+    """A policy that drafts nothing and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def observe_round(self, outcomes: Any, other_tokens: int, write_context: bool, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+    def forget(self, request_id: int) -> None: ...
+
+
+@pytest.mark.parametrize(("device_ns", "told_s"), [(1000, 5e-3), (7_000_000, 7e-3)])
+def test_the_policy_is_told_what_is_slower_host_or_device(
+    device_ns: int,
+    told_s: float,
+    folders: dict[str, str],
+    late: list[LateRunner],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = core_with(folders, request(1, 40), draft=None)
+    listener: Any = Listener()
+    core._policy = listener
+    late[0]._busy_ns = device_ns
+    clock = itertools.count(0, 5_000_000)  # each look at it is 5 ms later than the last
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock))
+    finish(core)
+    assert listener.seconds and set(listener.seconds) == {told_s}

@@ -32,10 +32,7 @@ class FormulaOps:
     def wide_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x.double(), weight.double()).float()
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-        if residual is not None:
-            residual.add_(x)
-            x = residual
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.double(), x.shape[-1:], weight.double(), eps).to(weight.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -113,17 +110,9 @@ def linear(
     return run
 
 
-def rms_norm(dtype: torch.dtype, rows: int, width: int, *, residual: bool) -> Case:
-    x, kept = (noise(seed, rows, width, dtype=dtype, scale=3) for seed in (1, 2))
-    weight = 1 + noise(3, width, dtype=dtype, scale=0.2)
-
-    def run(ops: Any, chosen: Tensor) -> Tensor:
-        if not residual:
-            return ops.rms_norm(x[chosen], weight, EPS)
-        total = kept[chosen]
-        return torch.cat([ops.rms_norm(x[chosen], weight, EPS, total), total], dim=1)
-
-    return run
+def rms_norm(dtype: torch.dtype, rows: int, width: int) -> Case:
+    x, weight = noise(1, rows, width, dtype=dtype, scale=3), 1 + noise(3, width, dtype=dtype, scale=0.2)
+    return lambda ops, chosen: ops.rms_norm(x[chosen], weight, EPS)
 
 
 def silu_mul(dtype: torch.dtype, rows: int, inner: int) -> Case:
@@ -217,8 +206,7 @@ def cases(dtype: torch.dtype, rows: int) -> Iterator[tuple[str, Case]]:
     yield "wide linear", linear(dtype, rows, 992, 64, bias=True)
     yield "logits", linear(dtype, rows, 323, 64, head=True)
     for width in (16, 48, 576):
-        yield f"rms_norm {width}", rms_norm(dtype, rows, width, residual=False)
-        yield f"rms_norm with residual {width}", rms_norm(dtype, rows, width, residual=True)
+        yield f"rms_norm {width}", rms_norm(dtype, rows, width)
     for inner in (16, 48, 1536):
         yield f"silu_mul {inner}", silu_mul(dtype, rows, inner)
     for heads, kv_heads, head_dim in ((4, 2, 16), (9, 3, 64), (2, 2, 128), (0, 2, 64)):

@@ -69,21 +69,13 @@ def test_a_sum_is_rounded_to_bf16_once_and_halves_to_even(outputs: int) -> None:
     assert torch.equal(_linear(x, weight), exact.to(BF16))
 
 
-def test_the_norm_is_that_of_the_residual_as_it_is_kept() -> None:
-    ops = CpuOps(1)
-    x, residual = (cases.noise(seed, 9, 48, dtype=BF16, scale=3) for seed in (1, 2))
-    weight = 1 + cases.noise(3, 48, dtype=BF16, scale=0.2)
-    normed = ops.rms_norm(x, weight, 1e-5, residual)
-    assert torch.equal(normed, ops.rms_norm(residual, weight, 1e-5))
-
-
 def test_calls_from_many_threads_at_once_do_not_mix() -> None:
     ops = CpuOps(2)
     jobs = [
         cases.linear(BF16, 3, 999, 64),
         cases.linear(F32, 17, 96, 128, bias=True),
         cases.silu_mul(F32, 40, 48),
-        cases.rms_norm(BF16, 63, 64, residual=True),
+        cases.rms_norm(BF16, 63, 64),
         cases.rope_store(F32, 30, 4, 2, 16, normed=True, strided=True),
         cases.attention(BF16, 4, 2, 16),
     ]
@@ -147,9 +139,6 @@ REFUSED = {
     "rms_norm: strided": lambda: CpuOps(1).rms_norm(torch.zeros(16, 2).T, torch.ones(16), 1e-5),
     "rms_norm: part of a vector": lambda: CpuOps(1).rms_norm(torch.zeros(2, 24), torch.ones(24), 1e-5),
     "rms_norm: weight too short": lambda: CpuOps(1).rms_norm(torch.zeros(2, 32), torch.ones(16), 1e-5),
-    "rms_norm: residual of other rows": lambda: CpuOps(1).rms_norm(
-        torch.zeros(2, 16), torch.ones(16), 1e-5, torch.zeros(1, 16)
-    ),
     "silu_mul: part of a vector": lambda: CpuOps(1).silu_mul(torch.zeros(2, 48)),
     "silu_mul: strided": lambda: CpuOps(1).silu_mul(torch.zeros(2, 64)[:, ::2]),
     "rope_store: width is not that of the heads": lambda: _rope_store(qkv=torch.zeros(3, 64)),

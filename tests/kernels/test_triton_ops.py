@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels import attention as attention_module
 from kernels.attention import tokens_per_tile
+from kernels.noise import request_key
 from kernels.reference import ReferenceOps
 from kernels.triton_ops import Tiling, TritonOps
 from tests.helpers import assert_close
@@ -278,6 +279,23 @@ def test_the_best_token_is_that_of_the_logits(rows):
     best = ours.best(x, norm, 1e-5, weight, None)
     assert torch.equal(best.long(), logits.argmax(-1))
     assert 150 not in best.tolist()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_best_token_with_noise_is_the_references_and_that_of_the_row_alone(rows):
+    ours, reference = TritonOps(DEVICE), ReferenceOps(16)
+    x, norm, weight = noise(1, rows, 64), 1 + noise(2, 64, scale=0.2), noise(3, 200, 64, scale=0.1)
+    order = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    slots, positions = order % 3 - 1, 7 * order  # slot -1 is padding, slot 0 has no noise
+    temperature = torch.tensor([0.0, 0.9], device=DEVICE)
+    keys = torch.tensor([request_key(seed) for seed in (3, 11)], device=DEVICE)
+    drawn = (slots, positions, temperature, keys)
+    best = ours.best(x, norm, 1e-5, weight, drawn)
+    assert torch.equal(best, reference.best(x, norm, 1e-5, reference.pack(weight), drawn))
+    if rows > 1:
+        assert not torch.equal(best, ours.best(x, norm, 1e-5, weight, None))
+    last = (slots[-1:], positions[-1:], temperature, keys)
+    assert torch.equal(ours.best(x[-1:], norm, 1e-5, weight, last), best[-1:])
 
 
 @pytest.mark.parametrize("name", ["add_linear", "gate_up"])

@@ -113,6 +113,15 @@ def test_each_row_is_priced_by_its_busy_time(tmp_path: Path, output: Path):
     assert receipt.totals.cost_usd == sum(row["cost_usd"] for row in output_rows(output))
 
 
+def test_an_engine_on_several_gpus_is_billed_for_all_of_them(tmp_path: Path, output: Path):
+    shards = shards_of(tmp_path, [{"prompt": "a"}])
+    generated(spec(output, engine=EngineConfig(model="fake", tensor_parallel_size=4)), shards)
+    (row,) = output_rows(output)
+    steps = 1 + row["steps"]
+    assert row["gpu_seconds"] == 4 * steps * STEP_NS / 1e9
+    assert row["cost_usd"] == Decimal("3.6") * 4 * steps * STEP_NS / (3600 * 10**9)
+
+
 def test_bad_rows_stand_in_the_part_and_in_the_error_file(tmp_path: Path, output: Path):
     engine = EngineConfig(model="fake", max_model_len=5)
     rows = [{"prompt": "fine"}, {"prompt": 3, "custom_id": "x"}, {"prompt": "much too long a prompt"}]
