@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from dflash_engine.config import EngineConfig
 from dflash_engine.core import EngineCore, Prepared
 from dflash_engine.errors import EngineDead
+from dflash_engine.heap import freeze_heap, thaw_heap
 from dflash_engine.request import Chunk, Request, Result
 from dflash_engine.stats import EngineStats
 
@@ -45,6 +46,7 @@ class AsyncEngine:
         self._closing = False
         self._dead: EngineDead | None = None
         self._num_submitted = 0
+        freeze_heap()
         self._thread = threading.Thread(target=self._serve, name="dflash-engine", daemon=True)
         self._thread.start()
 
@@ -99,6 +101,7 @@ class AsyncEngine:
             self._closing = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
+        thaw_heap()
 
     def _tell(self, command: Callable[[], None]) -> None:
         with self._wake:

@@ -60,23 +60,18 @@ class Contender(Protocol):
         ...
 
 
-class Share(NamedTuple):
-    """Fractions of the GPU's memory."""
-
-    own: float
-    up_to: float
-    """With what was built before it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Variant:
     """A way of generating that is compared with others."""
 
     name: str
-    make: Callable[[Share], Contender]
+    make: Callable[[float], Contender]
+    """Takes the fraction of the GPU's memory that may be taken by it and all that was built before it."""
     exact: bool = False
     """Whether its answers have to be those of plain decoding."""
     most_at_once: int | None = None
+    alone: bool = False
+    """It bears no other engine beside it in its process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from dflash_engine.benchmarking import (
     Contender,
     Prompt,
     Run,
-    Share,
     StallPlan,
     Variant,
     figures,
@@ -68,10 +67,11 @@ class Comparison:
 def compare(
     variants: Sequence[Variant], workload: Workload, utilization: float, *, together: bool
 ) -> Comparison:
-    """`together`: all are built first and take turns at every concurrency; else one after the other."""
+    """`together`: those that can are built first and take turns at every concurrency; the others come one
+    after the other, each by itself."""
     runs: dict[tuple[int, str], list[Run]] = defaultdict(list)
     memory: dict[str, dict[str, int]] = {}
-    for group in [list(variants)] if together else [[variant] for variant in variants]:
+    for group in _groups(variants, together=together):
         contenders = _built(group, utilization)
         for variant in group:
             report = contenders[variant.name].memory
@@ -86,13 +86,16 @@ def compare(
     return _told(variants, workload, runs, memory)
 
 
+def _groups(variants: Sequence[Variant], *, together: bool) -> list[list[Variant]]:
+    """Those that are built at the same time."""
+    shared = [variant for variant in variants if together and not variant.alone]
+    alone = [[variant] for variant in variants if variant not in shared]
+    return [shared, *alone] if shared else alone
+
+
 def _built(group: Sequence[Variant], utilization: float) -> dict[str, Contender]:
-    """vLLM wants its share to be free, ours take what the ones before have left: vLLM comes first."""
-    ordered = sorted(group, key=lambda variant: not variant.name.startswith("vllm"))
     own = utilization / len(group)
-    return {
-        each.name: each.make(Share(own, min(own * (at + 1), utilization))) for at, each in enumerate(ordered)
-    }
+    return {each.name: each.make(min(own * (at + 1), utilization)) for at, each in enumerate(group)}
 
 
 def _level(
@@ -172,7 +175,7 @@ def stalls(
     told = {}
     wanted = StallPlan(STALL_PIECES, STALL_ROOM)
     for variant in variants:
-        contender = variant.make(Share(utilization, utilization))
+        contender = variant.make(utilization)
         for _ in range(2):
             result = stall(contender, prompts, long, wanted)
         told[variant.name] = {key: round(value, 6) for key, value in result.items()}

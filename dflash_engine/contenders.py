@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from dflash_engine.benchmarking import Contender, Counts, Piece, Prompt, Share, Variant, release
+from dflash_engine.benchmarking import Contender, Counts, Piece, Prompt, Variant, release
 from dflash_engine.catalog import resolve_draft, resolve_model
 from dflash_engine.config import EngineConfig
 from dflash_engine.core import EngineCore
 from dflash_engine.errors import ConfigError
+from dflash_engine.heap import freeze_heap, thaw_heap
 from dflash_engine.memory import MemoryReport
 from dflash_engine.model_config import DraftConfig, ModelConfig, read_draft_config, read_model_config
 from dflash_engine.random_weights import draft_beside
@@ -68,6 +69,7 @@ class EngineContender:
         self._ignore_eos = ignore_eos
         self.counts = Counts()
         self.memory: MemoryReport | None = self._core.memory
+        freeze_heap()
 
     def _open(self) -> EngineCore:
         assert self._core is not None, "closed"
@@ -101,6 +103,7 @@ class EngineContender:
 
     def close(self) -> None:
         self._core = None
+        thaw_heap()
         release()
 
 
@@ -119,9 +122,9 @@ def variants_of(settings: BenchSettings) -> list[Variant]:
         if draft is not None:
             variants.append(Variant("vendor-dflash", _ours(settings, draft, exact=False)))
     if "vllm" in settings.others:
-        variants.append(Variant("vllm", _vllm(settings, None)))
+        variants.append(Variant("vllm", _vllm(settings, None), alone=True))
         if draft is not None and settings.weights == "checkpoint":
-            variants.append(Variant("vllm-dflash", _vllm(settings, draft)))
+            variants.append(Variant("vllm-dflash", _vllm(settings, draft), alone=True))
     if "transformers" in settings.others:
         if settings.weights == "random":
             raise ConfigError("--with transformers needs a checkpoint, not random weights")
@@ -134,8 +137,8 @@ def on_gpu(device: str) -> bool:
     return device != "cpu" and torch.cuda.is_available()
 
 
-def _ours(settings: BenchSettings, draft: str | None, *, exact: bool = True) -> Callable[[Share], Contender]:
-    def make(share: Share) -> Contender:
+def _ours(settings: BenchSettings, draft: str | None, *, exact: bool = True) -> Callable[[float], Contender]:
+    def make(utilization: float) -> Contender:
         values = {
             "model": settings.model,
             "draft": draft,
@@ -143,7 +146,7 @@ def _ours(settings: BenchSettings, draft: str | None, *, exact: bool = True) -> 
             "device": settings.device,
             "weights": settings.weights,
             "simulated_acceptance": settings.acceptance if draft is not None else None,
-            "gpu_memory_utilization": share.up_to,
+            "gpu_memory_utilization": utilization,
             "max_num_seqs": settings.max_num_seqs,
             "max_model_len": settings.max_model_len,
             "prefix_caching": False,
@@ -155,8 +158,8 @@ def _ours(settings: BenchSettings, draft: str | None, *, exact: bool = True) -> 
     return make
 
 
-def _vllm(settings: BenchSettings, draft: str | None) -> Callable[[Share], Contender]:
-    def make(share: Share) -> Contender:
+def _vllm(settings: BenchSettings, draft: str | None) -> Callable[[float], Contender]:
+    def make(utilization: float) -> Contender:
         from dflash_engine.vllm_baseline import VllmBaseline, VllmSettings
 
         return VllmBaseline(
@@ -166,7 +169,7 @@ def _vllm(settings: BenchSettings, draft: str | None) -> Callable[[Share], Conte
                 dtype=settings.dtype,
                 max_num_seqs=settings.max_num_seqs,
                 max_model_len=settings.max_model_len,
-                gpu_memory_utilization=share.own,
+                gpu_memory_utilization=utilization,
                 weights=settings.weights,
                 ignore_eos=settings.ignore_eos,
             )
@@ -175,8 +178,8 @@ def _vllm(settings: BenchSettings, draft: str | None) -> Callable[[Share], Conte
     return make
 
 
-def _transformers(settings: BenchSettings) -> Callable[[Share], Contender]:
-    def make(share: Share) -> Contender:
+def _transformers(settings: BenchSettings) -> Callable[[float], Contender]:
+    def make(utilization: float) -> Contender:
         from dflash_engine.baseline import TransformersBaseline
 
         return TransformersBaseline(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_engine.model_config import DraftConfig, ModelConfig
-from dflash_engine.ops import Ops, ReferenceOps
+from dflash_engine.ops import Ops, ReferenceOps, empty_rows
 from dflash_engine.rope import rope_tables
 
 KV_BLOCK = 16
@@ -48,6 +48,8 @@ class Place:
     def noise(self, seed: int, *shape: int, scale: float = 1.0, around: float = 0.0) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(seed)
         made = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if len(shape) == 2:  # as the models' own rows are
+            made = empty_rows(shape[0], shape[1], made)
         return made.normal_(around, scale, generator=generator)
 
     def bytes(self, *elements: int) -> int:

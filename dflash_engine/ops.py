@@ -20,6 +20,7 @@ try:
     from kernels.cpu import BuildError, CpuOps
     from kernels.noise import request_key
     from kernels.parallel_ops import Group, ParallelOps, ParallelReferenceOps
+    from kernels.products import empty_rows
     from kernels.reference import ReferenceOps
     from kernels.rounds import (
         ANCHOR,
@@ -69,6 +70,7 @@ __all__ = [
     "choose",
     "choose_ops",
     "choose_reference",
+    "empty_rows",
     "request_key",
     "reset_history",
     "run_choices",
@@ -273,8 +275,9 @@ def _on_gpu(device: torch.device, dtype: torch.dtype, shapes: Sizes, exact: bool
     """The GPU kernels; that a row does not depend on the tile it is in is a property of the GPU."""
     if not exact:
         assert group is None, "the vendor's products are not added up"
-        return VendorOps(device)
-    ops = TritonOps(device) if group is None else ParallelOps(device, group)
+        return VendorOps(device, min(shapes.widths))
+    width = min(shapes.widths)
+    ops = TritonOps(device, width) if group is None else ParallelOps(device, group, width)
     for shape in sorted(set(shapes.linears)) if device.type == "cuda" else ():
         if not rows_stand_alone(ops, device, dtype, shape, GPU_ROWS, gpu_pieces()):
             raise ConfigError(

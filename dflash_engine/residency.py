@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from dflash_engine.blocks import BlockAllocator, require
 from dflash_engine.request import Priority
@@ -64,6 +64,19 @@ class Residency:
 
     def add(self, sequence: SequenceState) -> None:
         _insert(self.waiting, sequence)
+
+    def num_waiting_tokens(self, priority: Priority, most: int) -> int:
+        """Known tokens of a class's waiting sequences that may find a seat and blocks now, up to `most`."""
+        seats = self._max_num_seqs - len(self.running)
+        watermark = len(self.running) * self._blocks.blocks_for(self._block_length)
+        if seats <= 0 or self._blocks.num_free <= watermark:
+            return 0
+        num_tokens = 0
+        for sequence in islice(self.waiting, seats):
+            if num_tokens >= most or sequence.priority > priority:
+                break
+            num_tokens += sequence.num_known if sequence.priority == priority else 0
+        return min(num_tokens, most)
 
     def place(self, sequence: SequenceState, budget: StepBudget) -> bool:
         """Lets the first waiting sequence run, with blocks for all its known tokens; False if it can't.

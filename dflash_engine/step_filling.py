@@ -40,8 +40,11 @@ class StepFilling:
         num_draft = self._drafting.choose(granted, min(known_left, budget.left_for_prompts()))
         wants = [want for want in zip(granted, num_draft, strict=True) if want[1]]
         for priority in Priority:
-            self._grant_drafts(budget, [want for want in wants if want[0].priority == priority])
-            self._grant_chunks(budget, [s for s in feeding if s.priority == priority])
+            drafting = [want for want in wants if want[0].priority == priority]
+            fed = [sequence for sequence in feeding if sequence.priority == priority]
+            if drafting:
+                self._grant_drafts(budget, drafting, budget.left() - self._kept(budget, fed, priority))
+            self._grant_chunks(budget, fed)
             self._admit(budget, priority, on_host)
         return budget
 
@@ -96,16 +99,23 @@ class StepFilling:
             self._favour([sequence for sequence in in_turn if sequence.seq_id in budget.grants])
         return granted
 
-    def _grant_drafts(self, budget: StepBudget, wants: list[tuple[SequenceState, int]]) -> None:
-        """Drafts of one class: all that is wanted, or even shares of what is left, in turn."""
+    def _kept(self, budget: StepBudget, fed: Sequence[SequenceState], priority: Priority) -> int:
+        """Tokens that drafts of a class leave to its prompts: at most half of what there is. A prompt that
+        waits is a row that does not decode yet."""
+        most = min(budget.left() // 2, budget.left_for_prompts())
+        waiting = self._residency.num_waiting_tokens(priority, most)
+        return min(sum([sequence.num_left for sequence in fed]) + waiting, most)
+
+    def _grant_drafts(self, budget: StepBudget, wants: list[tuple[SequenceState, int]], most: int) -> None:
+        """Drafts of one class: all that is wanted, or even shares of `most` tokens, in turn."""
         wants = [want for want in wants if want[0].seq_id in budget.grants]
-        if sum([num for _, num in wants]) <= budget.left():
+        if sum([num for _, num in wants]) <= most:
             for sequence, num_draft in wants:
                 if self._residency.reserve_draft(sequence, budget):
                     budget.grant_draft(sequence, num_draft)
             return
         wants.sort(key=lambda want: _turn(want[0]))
-        shares = share_evenly([num for _, num in wants], budget.left())
+        shares = share_evenly([num for _, num in wants], most)
         shared = [(sequence, want, share) for (sequence, want), share in zip(wants, shares, strict=True)]
         least = min((share for _, want, share in shared if share < want), default=0)
         for sequence, _, share in shared:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.products import SUM, dot, launch, start_early, wait_for_inputs
+from kernels.products import SUM, dot, empty_rows, launch, start_early, wait_for_inputs
 
 SPLIT = 128
 _LOG2E = 1.4426950408889634
@@ -194,7 +194,7 @@ def run_attention(
     group = num_heads // num_kv_heads
     group_dim = triton.next_power_of_2(group)
     rows = max(16, tokens * group_dim)
-    out = torch.empty((num_rows, num_heads * head_dim), dtype=query.dtype, device=query.device)
+    out = empty_rows(num_rows, num_heads * head_dim, query)
     parts = num_splits > 0
     shape = (num_rows, num_heads, num_splits)
     state = torch.empty((*shape, 2), dtype=torch.float32, device=query.device) if parts else out

@@ -79,7 +79,7 @@ def _best_kernel(
         )
         warm = score / tl.where(heat > 0, heat, 1.0)[None, :] + gumbel(key[None, :], n[:, None])
         score = tl.where((heat > 0)[None, :], warm, score)
-    score = tl.where((n < N)[:, None], score, float("-inf"))
+    score = tl.where((n < N)[:, None] & t_ok[None, :], score, float("-inf"))
     best = tl.max(score, axis=0)
     token = tl.min(tl.where(score == best[None, :], n[:, None], _NO_TOKEN), axis=0)
     where = part_score + tile_n.to(tl.int64) * T + t

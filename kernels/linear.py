@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -152,7 +151,3 @@ def run_linear(
         **launch(pdl, tile.num_warps, tile.num_stages),
     )
     return out
-
-
-def empty_rows(like: Tensor, width: int) -> Tensor:
-    return torch.empty((like.shape[0], width), dtype=like.dtype, device=like.device)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.products import check_rows, launch, start_early, wait_for_inputs
+from kernels.products import check_rows, empty_rows, launch, start_early, wait_for_inputs
 
 
 @triton.jit
@@ -29,7 +28,7 @@ def run_rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
     check_rows("x", x, width)
     if weight.shape != (width,):
         raise ValueError(f"norm is {tuple(weight.shape)} for rows of {width}")
-    out = torch.empty((num, width), dtype=x.dtype, device=x.device)
+    out = empty_rows(num, width, x)
     if num:
         block = triton.next_power_of_2(width)
         _rms_norm_kernel[(num,)](

@@ -129,8 +129,8 @@ class ParallelOps(TritonOps):
     What `add_linear` and `experts` add has the columns of this rank's inputs only; their bias is whole.
     """
 
-    def __init__(self, device: torch.device, group: Group) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, group: Group, width: int = 0) -> None:
+        super().__init__(device, width)
         self._group = group
 
     def add_linear(

@@ -43,7 +43,7 @@ def wide_tile(rows: int, outputs: int, width: int, *, pair: bool) -> Tile:
         return _narrow_tile(rows, pair=pair)
     if rows <= 64:
         if pair:
-            return Tile(128, 64, 64, 8, 4)
+            return Tile(64, 64, 128, 4, 4, True)
         return Tile(32, 64, 128, 4, 6, True) if outputs <= 4096 else Tile(64, 64, 128, 4, 4)
     if rows < 1024:
         if pair:

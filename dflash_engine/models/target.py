@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_engine.batching import ForwardBatch, Span
@@ -14,7 +13,7 @@ from dflash_engine.kv_cache import KVCache, KVShape
 from dflash_engine.layers import Layer, Stack, WeightReader, linear_shapes
 from dflash_engine.model_config import ModelConfig
 from dflash_engine.models.experts import Experts, expert_linears
-from dflash_engine.ops import Noise, Ops, Weight
+from dflash_engine.ops import Noise, Ops, Weight, empty_rows
 from dflash_engine.rope import rope_tables
 from dflash_engine.shard import UNDIVIDED, Shard
 
@@ -82,8 +81,9 @@ class TargetModel:
         return self._stack.spans
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """int64 [T] -> [T, H]"""
-        return F.embedding(tokens, self._embedding)
+        """int64 [T] -> [T, H], with room behind it as `empty_rows` has."""
+        rows = empty_rows(len(tokens), self.config.hidden_size, self._embedding)
+        return torch.index_select(self._embedding, 0, tokens, out=rows)
 
     @property
     def norm(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -163,3 +164,12 @@ def test_closing_ends_the_thread_and_tells_who_still_waits(folders):
 
     asyncio.run(main())
     assert not [thread for thread in threading.enumerate() if thread.name == "dflash-engine"]
+
+
+def test_what_an_engine_holds_for_life_is_left_out_of_collections_until_it_is_closed(folders):
+    async def scenario(engine: AsyncEngine) -> int:
+        return gc.get_freeze_count()
+
+    gc.unfreeze()
+    assert run(folders, scenario) > 1000
+    assert gc.get_freeze_count() == 0

@@ -161,12 +161,25 @@ def test_an_online_prompt_goes_on_even_where_anchors_would_take_the_whole_budget
     assert list(step(engine)) == [3, 4]
 
 
-def test_a_prompt_goes_on_even_where_drafts_would_take_the_whole_budget() -> None:
+def test_drafts_leave_half_of_the_budget_to_prompts() -> None:
     engine = scheduler(max_step_tokens=8, block_length=8)
     add(engine, 1, 6)
     add(engine, 2, 9)
     assert fed(step(engine)) == {1: (6, 0), 2: (2, 0)}
-    assert fed(step(engine)) == {1: (1, 6), 2: (1, 0)}
+    assert fed(step(engine)) == {1: (1, 3), 2: (4, 0)}
+    assert fed(step(engine)) == {1: (1, 3), 2: (3, 0)}
+    engine.abort(2)
+    add(engine, 3, 2)
+    assert fed(step(engine)) == {1: (1, 5), 3: (2, 0)}
+
+
+def test_drafts_leave_nothing_to_a_prompt_that_has_no_seat_or_is_of_a_lower_class() -> None:
+    for settings, priority in (({"max_num_seqs": 1}, Priority.BATCH), ({}, Priority.BATCH)):
+        engine = scheduler(max_step_tokens=8, block_length=8, **settings)
+        add(engine, 1, 6, priority=Priority.BATCH if settings else Priority.ONLINE)
+        step(engine)
+        add(engine, 2, 9, priority=priority)
+        assert fed(step(engine))[1] == (1, 7)
 
 
 def test_with_a_budget_of_one_token_the_first_in_rank_goes_on_alone() -> None:

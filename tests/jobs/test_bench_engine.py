@@ -15,7 +15,6 @@ from dflash_engine.benchmarking import (
     Piece,
     Prompt,
     Run,
-    Share,
     StallPlan,
     Timed,
     Variant,
@@ -126,7 +125,7 @@ def test_contenders_take_turns_and_go_first_in_turn():
 def test_a_whole_warm_up_answers_everything_once_before_it_counts():
     contenders: list[Counter] = []
 
-    def made(share: Share) -> Counter:
+    def made(utilization: float) -> Counter:
         contenders.append(Counter())
         return contenders[0]
 
@@ -144,18 +143,27 @@ def test_one_after_the_other_each_is_closed_before_the_next_is_built():
     assert lines == [(1, "plain"), (1, "other"), (2, "plain"), (2, "other")]
 
 
-def test_shares_of_memory_add_up_and_vllm_takes_the_first():
-    shares: dict[str, Share] = {}
+def test_shares_of_memory_add_up_for_those_built_together_and_who_comes_alone_has_all_of_it():
+    shares: dict[str, float] = {}
 
-    def kept(name: str) -> Variant:
-        return Variant(name, lambda share: shares.setdefault(name, share) and Counter())
+    def kept(name: str, *, alone: bool = False) -> Variant:
+        def make(utilization: float) -> Counter:
+            shares[name] = round(utilization, 9)
+            return Counter()
 
-    told(kept("plain"), kept("dflash"), kept("vllm"))
-    assert {name: [round(part, 9) for part in each] for name, each in shares.items()} == {
-        "vllm": [0.3, 0.3],
-        "plain": [0.3, 0.6],
-        "dflash": [0.3, 0.9],
-    }
+        return Variant(name, make, alone=alone)
+
+    told(kept("plain"), kept("dflash"), kept("vllm", alone=True))
+    assert shares == {"plain": 0.45, "dflash": 0.9, "vllm": 0.9}
+
+
+def test_who_bears_no_other_beside_it_is_built_when_the_others_are_closed():
+    log: list[str] = []
+    foreign = Variant("vllm", lambda share: Counter(log, "vllm"), alone=True)
+    result = told(variant("plain", log), foreign, variant("dflash", log), concurrency=(1,))
+    closed = [log.index(f"{name} closed") for name in ("plain", "dflash")]
+    assert max(closed) < log.index("vllm")
+    assert [line["variant"] for line in result.lines] == ["plain", "vllm", "dflash"]
 
 
 def test_answers_are_compared_with_plain_decoding_and_only_exact_variants_must_agree():
