@@ -7,6 +7,8 @@ the lowest concurrency; the exit code is 1 where an exact variant of ours differ
   --weights random  shapes of a model without its checkpoint, such as configs/models/qwen3-8b
   --acceptance N    with random weights on a GPU: drafts count as right by chance, N tokens a whole block
   --ttft            what a draft costs the first token: prompts of 512 tokens, one at a time
+  --acceptance-only what the target accepts of the draft on each --dataset, and at which position; nothing
+                    is timed
   --stall           what 8 streams feel of a prompt of 6,000 tokens that arrives among them
 """
 
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_engine import EngineError
+from dflash_engine.acceptance_report import acceptance_report, acceptance_table
 from dflash_engine.bench_prompts import chat_prompts, random_prompts
 from dflash_engine.comparison import (
     STALL_ROOM,
@@ -72,6 +75,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--ttft", action="store_true")
     mode.add_argument("--stall", action="store_true")
+    mode.add_argument("--acceptance-only", "--acceptance_only", action="store_true")
     args = parser.parse_args(argv)
     for name in ("num_prompts", "max_tokens", "turns", "repeats", "prompt_tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -144,7 +148,8 @@ def measure(args: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
     )
     settings = settings_of(args, max(map(len, prompts)) + args.max_tokens, max(args.concurrency))
     variants = variants_of(settings)
-    together = not args.apart and fit_together(settings, len(variants), workload)
+    num_shared = sum(not variant.alone for variant in variants)
+    together = not args.apart and fit_together(settings, num_shared, workload)
     result = compare(variants, workload, args.gpu_memory_utilization, together=together)
     summary = {
         "together": together,
@@ -157,6 +162,22 @@ def measure(args: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
     notes = ["built together, taking turns" if together else "one after the other, each alone on the device"]
     notes += memory_table(result.memory)
     return "\n".join([table(result.lines), *notes]), summary, 0 if result.identical else 1
+
+
+def measure_acceptance(args: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
+    """Of each data set by itself."""
+    settings = {
+        "model": args.model,
+        "draft": None if args.draft == "none" else args.draft,
+        "dtype": args.dtype,
+        "device": args.device,
+        "max_num_seqs": max(args.concurrency),
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        **args.engine,
+    }
+    files = args.dataset or [Path("configs/batch/customer_service.jsonl")]
+    report = acceptance_report(settings, files, args.num_prompts, args.max_tokens)
+    return acceptance_table(report), {"datasets": report}, 0
 
 
 def measure_stall(args: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
@@ -207,7 +228,8 @@ def memory_table(memory: Mapping[str, Mapping[str, int]]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     try:
-        printed, summary, status = measure_stall(args) if args.stall else measure(args)
+        work = measure_stall if args.stall else measure_acceptance if args.acceptance_only else measure
+        printed, summary, status = work(args)
     except EngineError as error:
         print(f"{sys.argv[0]}: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,1 @@
+"""Trains a DFlash draft for a target from the target's own responses (docs/training.md)."""
