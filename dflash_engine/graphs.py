@@ -1,4 +1,4 @@
-"""CUDA graphs by shape, captured when a shape is first met and replayed from then on."""
+"""CUDA graphs by shape, captured when a shape is met for the second time and replayed from then on."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Graphs:
         self._enabled = enabled and device.type == "cuda"
         self._device = device
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._met: set[Hashable] = set()
         self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
         self._stream = torch.cuda.Stream(device) if self._enabled else None
 
@@ -24,19 +25,20 @@ class Graphs:
         return len(self._graphs)
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
-        """Runs the function's device work once. It is called when a key is first met, as it is and for the
-        capture, and not again.
+        """Runs the function's device work once. It is called when a key is first met, for the capture when it
+        is met again, and no more.
 
         It may keep no memory that it allocates, and every address that it uses must stay.
         """
         graph = self._graphs.get(key)
-        if graph is not None:
-            graph.replay()
-            return
-        function()
-        if self._enabled:
-            # Its kernels are compiled and loaded now; capturing runs nothing.
-            self._graphs[key] = self._capture(function)
+        if graph is None:
+            if not self._enabled or key not in self._met:
+                # What comes but once is not worth a capture; and a round that does both keeps others waiting.
+                self._met.add(key)
+                function()
+                return
+            graph = self._graphs[key] = self._capture(function)
+        graph.replay()
 
     def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """As `torch.cuda.graph`, without waiting for the device: rounds may be in flight."""
