@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dflash_engine.errors import BadPrompt, BadSampling, RequestError, describe
+from dflash_engine.grammar_text import MAX_GRAMMAR_CHARS, GrammarText, schema_text
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -49,6 +50,11 @@ class SamplingParams(BaseModel):
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)
     """Log probabilities of the chosen token and of this many best ones."""
+    json_schema: str | None = None
+    """The answer is JSON of this schema, on one line; given as an object or its JSON text. Properties that
+    the schema does not name are allowed unless `additionalProperties` is false, as in JSON Schema."""
+    regex: str | None = None
+    """The answer as a whole matches this regular expression (Rust's syntax, which has no look-around)."""
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -92,6 +98,38 @@ class SamplingParams(BaseModel):
             if token < 0 or not -100 <= bias <= 100:
                 raise ValueError(f"token {token} has bias {bias}; ids start at 0, biases lie in -100..100")
         return value
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _schema_is_json(cls, value: object) -> object:
+        return schema_text(value)
+
+    @field_validator("json_schema", "regex")
+    @classmethod
+    def _grammars_have_a_limit(cls, value: str | None) -> str | None:
+        if value is not None and len(value) > MAX_GRAMMAR_CHARS:
+            raise ValueError(f"{len(value)} characters; {MAX_GRAMMAR_CHARS} are the most")
+        return value
+
+    @model_validator(mode="after")
+    def _one_grammar_with_an_end(self) -> Self:
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError("json_schema and regex exclude each other")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("ignore_eos goes on behind the end that json_schema and regex have")
+        return self
+
+    @property
+    def grammar(self) -> GrammarText | None:
+        """What the answer has to be a text of, if anything."""
+        if self.json_schema is not None:
+            return GrammarText("json_schema", self.json_schema)
+        return GrammarText("regex", self.regex) if self.regex is not None else None
+
+    @property
+    def needs_host(self) -> bool:
+        """True where the host takes part in the choice of each token, or looks at it."""
+        return self.logprobs is not None or self.json_schema is not None or self.regex is not None
 
     @property
     def greedy(self) -> bool:
@@ -139,8 +177,13 @@ class Request:
             raise BadPrompt("a request has exactly one of messages, text and token_ids")
         if not given[0]:
             raise BadPrompt("the prompt is empty")
-        if self.messages is not None:
+        # Mostly they are messages already, and a batch job makes two requests of each row.
+        if self.messages is not None and (type(self.messages) is not tuple or _has_others(self.messages)):
             object.__setattr__(self, "messages", tuple(_as_message(turn) for turn in self.messages))
+
+
+def _has_others(turns: Sequence[object]) -> bool:
+    return set(map(type, turns)) != {Message}
 
 
 def _as_message(turn: object) -> Message:
@@ -189,7 +232,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log probability of a chosen token under the model (before temperature), and of the best ones."""
+    """Log probability of a chosen token under the model, and of the best ones: before temperature, whether a
+    grammar allows them or not."""
 
     token: int
     logprob: float

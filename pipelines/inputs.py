@@ -1,25 +1,30 @@
-"""Which files a job reads, what kind each one is, and where a limit ends them."""
+"""The files of a job: what kind each one is, how long its lines are, and where a limit ends it."""
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import Path, PurePosixPath
+from functools import partial
 from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.errors import JobRefused, NotFound
-from pipelines.lines import Line, compressed_lines, plain_lines
+from pipelines.errors import JobRefused
+from pipelines.input_keys import find_keys
+from pipelines.lines import MAX_LINE_BYTES, Line, compressed_lines, plain_lines
 from pipelines.parse import is_blank
-from pipelines.storage import LocalStore, ObjectInfo, Store, local_path
+from pipelines.storage import Store
+from pipelines.storage_config import StorageConfig
 
-SUFFIXES = (".jsonl", ".ndjson", ".gz", ".zst", ".parquet")
 HEAD_BYTES = 256 << 10
+# Of each column of a row group; a whole row group may be larger than memory.
+PARQUET_BUFFER_BYTES = 4 << 20
+# Files are looked at side by side: in object stores that is waiting, some tens of milliseconds each.
+INSPECTORS = 32
 
 
 class FileKind(StrEnum):
@@ -32,6 +37,8 @@ class FileKind(StrEnum):
 
 
 _MAGIC = {b"PAR1": FileKind.PARQUET, b"\x1f\x8b": FileKind.GZIP, b"\x28\xb5\x2f\xfd": FileKind.ZSTD}
+# Frames without data, which parallel zstd puts before the others.
+_MAGIC |= {bytes((low, 0x2A, 0x4D, 0x18)): FileKind.ZSTD for low in range(0x50, 0x60)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +50,16 @@ class InputFile:
     etag: str
     kind: FileKind
     line_bytes: float
-    """Mean length of the first lines (of the first rows, uncompressed, for Parquet)."""
+    """Mean length of the first lines (of all rows, uncompressed, for Parquet)."""
+    group_rows: tuple[int, ...] = ()
+    """Rows of each row group, for Parquet."""
     stop: int | None = None
     """Where a limit ends the file: a byte offset for plain files, a row count for the others."""
+
+    @property
+    def compressed(self) -> bool:
+        """True where only reading it whole tells how many lines it has."""
+        return self.kind in (FileKind.GZIP, FileKind.ZSTD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +70,14 @@ class Input:
     files: tuple[InputFile, ...]
 
 
-def find_input(uri: str) -> Input:
-    """The files behind a file, folder or glob, in order of their names. Raises `NotFound`."""
-    path = local_path(uri)
-    if path.is_dir():
-        store = LocalStore(path)
-        keys = list(filter(_is_data, store.keys()))
-    elif path.is_file():
-        store, keys = LocalStore(path.parent), [path.name]
-    else:
-        store = LocalStore(_fixed_part(path))
-        matches = (Path(match) for match in sorted(glob.glob(str(path), recursive=True)))
-        keys = [match.relative_to(store.uri).as_posix() for match in matches if match.is_file()]
-    if not keys:
-        wanted = f"no file ending in {', '.join(SUFFIXES)} is in it" if path.is_dir() else "does not exist"
-        raise NotFound(f"input {uri}: {wanted}")
-    return Input(store, tuple(_inspect(store, store.info(key)) for key in keys))
+def find_input(uri: str, settings: StorageConfig | None = None) -> Input:
+    """The files behind a file, folder or glob, in order of their names; `settings` are for object stores.
+
+    Raises `NotFound`, and `JobRefused` for Parquet that is not readable.
+    """
+    store, keys = find_keys(uri, settings)
+    with ThreadPoolExecutor(min(INSPECTORS, len(keys))) as pool:
+        return Input(store, tuple(pool.map(partial(_inspect, store), keys)))
 
 
 def apply_limit(source: Input, limit: int | None) -> Input:
@@ -88,60 +94,47 @@ def apply_limit(source: Input, limit: int | None) -> Input:
     return replace(source, files=tuple(kept))
 
 
-def file_lines(file: BinaryIO, kind: FileKind) -> Iterator[Line]:
+def file_lines(file: BinaryIO, kind: FileKind, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
     """Every line of a plain or compressed file."""
-    return plain_lines(file) if kind is FileKind.PLAIN else compressed_lines(file, kind.value)
+    if kind is FileKind.PLAIN:
+        return plain_lines(file, max_line_bytes=max_line_bytes)
+    return compressed_lines(file, kind.value, max_line_bytes)
 
 
 def parquet_file(stream: BinaryIO, key: str) -> pq.ParquetFile:
-    """An open Parquet file. Raises `JobRefused` where it is none."""
+    """An open Parquet file, read in bounded pieces. Raises `JobRefused` where it is none."""
     try:
-        return pq.ParquetFile(stream)
+        return pq.ParquetFile(stream, pre_buffer=False, buffer_size=PARQUET_BUFFER_BYTES)
     except (pa.ArrowException, OSError) as error:
         raise JobRefused(f"input {key} is not readable Parquet: {error}") from error
 
 
-def _is_data(key: str) -> bool:
-    return key.endswith(SUFFIXES) and not any(part.startswith("_") for part in PurePosixPath(key).parts)
-
-
-def _fixed_part(path: Path) -> Path:
-    """The deepest folder of a glob that has no wildcard."""
-    fixed = Path(path.anchor)
-    for part in path.parts[1:-1]:
-        if glob.has_magic(part):
-            break
-        fixed /= part
-    return fixed
-
-
-def _inspect(store: LocalStore, info: ObjectInfo) -> InputFile:
-    with store.open(info.key) as stream:
+def _inspect(store: Store, key: str) -> InputFile:
+    info = store.info(key)
+    groups: tuple[int, ...] = ()
+    with store.open(key) as stream:
         head = stream.read(HEAD_BYTES)
         kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), FileKind.PLAIN)
         if kind is FileKind.PARQUET:
             stream.seek(0, os.SEEK_SET)
-            line_bytes = _parquet_row_bytes(parquet_file(stream, info.key))
+            metadata = parquet_file(stream, key).metadata
+            every = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+            groups = tuple(group.num_rows for group in every)
+            line_bytes = sum(group.total_byte_size for group in every) / max(1, metadata.num_rows)
         else:
             line_bytes = len(head) / max(1, head.count(b"\n"))
-    return InputFile(info.key, info.size_bytes, info.etag, kind, line_bytes)
-
-
-def _parquet_row_bytes(file: pq.ParquetFile) -> float:
-    groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-    rows: int = file.metadata.num_rows
-    return float(sum(int(group.total_byte_size) for group in groups)) / max(1, rows)
+    return InputFile(key, info.size_bytes, info.etag, kind, line_bytes, groups)
 
 
 def _count(store: Store, file: InputFile, limit: int) -> tuple[int, int]:
     """Rows of a file, at most `limit`, and where the last of them ends."""
+    if file.kind is FileKind.PARQUET:
+        rows = min(limit, sum(file.group_rows))
+        return rows, rows
     with store.open(file.key) as stream:
-        if file.kind is FileKind.PARQUET:
-            rows = min(limit, parquet_file(stream, file.key).metadata.num_rows)
-            return rows, rows
         rows = end = 0
         for line in file_lines(stream, file.kind):
-            rows += not is_blank(line.raw, line.offset) or line.error is not None
+            rows += line.error is not None or not is_blank(line.raw, line.offset)
             end = line.offset + 1
             if rows == limit:
                 break

@@ -15,10 +15,11 @@ import pyarrow as pa
 from pipelines.rows import RowError
 
 # A file that is no JSONL at all can be one "line" of any size; more than this of it is not held in memory.
-MAX_LINE_BYTES = 32 << 20
-# What is kept of a line that is too long, for its error record.
+MAX_LINE_BYTES = 64 << 20
+# What is kept of a line that is too long or broken off, for its error record.
 KEPT_BYTES = 4096
-# Small, because what a broken stream had in its buffer is lost with it.
+# What is read at a time where nothing of it is kept.
+SKIPPED_BYTES = 1 << 20
 DECOMPRESSED_BUFFER_BYTES = 64 << 10
 
 
@@ -31,56 +32,88 @@ class Line:
     error: RowError | None = None
 
 
-def plain_lines(file: BinaryIO, start: int = 0, stop: int | None = None) -> Iterator[Line]:
-    """Lines that start in [start, stop); the last one is read to its end."""
+def plain_lines(
+    file: BinaryIO, start: int = 0, stop: int | None = None, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[Line]:
+    """Lines that start in [start, stop); the last one is read to its end, or to `max_line_bytes`."""
     offset = start
     if start:
         file.seek(start - 1)
-        offset += _skip_line(file) - 1
-    while stop is None or offset < stop:
-        line, length = _read_line(file, offset)
-        if not length:
+        skipped = _skip_line(file, None if stop is None else stop - start)
+        if skipped is None:
             return
-        yield line
-        offset += length
+        offset += skipped - 1
+    while stop is None or offset < stop:
+        raw = file.readline(max_line_bytes)
+        if not raw:
+            return
+        if len(raw) < max_line_bytes or raw.endswith(b"\n"):
+            yield Line(offset, raw.removesuffix(b"\n"))
+            offset += len(raw)
+        else:
+            yield _too_long(offset, raw)
+            offset += len(raw)
+            skipped = _skip_line(file, None if stop is None else stop - offset)
+            if skipped is None:
+                return
+            offset += skipped
 
 
-def compressed_lines(file: BinaryIO, codec: str) -> Iterator[Line]:
+def compressed_lines(file: BinaryIO, codec: str, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
     """Lines of a whole gzip or zstd stream; offsets count decompressed bytes.
 
-    A broken stream ends with one line that carries the error; what was read before stays.
+    A broken stream gives every line before the break and then one line that carries the error.
     """
-    stream = io.BufferedReader(pa.CompressedInputStream(file, codec), DECOMPRESSED_BUFFER_BYTES)
+    decoder = pa.CompressedInputStream(file, codec)
+    stream = io.BufferedReader(decoder, DECOMPRESSED_BUFFER_BYTES)
     offset = 0
-    while True:
-        try:
-            line, length = _read_line(stream, offset)
-        except OSError as error:
-            reason = f"the {codec} stream is broken behind this offset: {error}"
-            yield Line(offset, b"", RowError("unreadable_input", reason))
-            return
-        if not length:
-            return
-        yield line
-        offset += length
+    too_long = False
+    try:
+        for line in plain_lines(stream, max_line_bytes=max_line_bytes):
+            yield line
+            too_long = line.error is not None
+            offset = line.offset + (max_line_bytes if too_long else len(line.raw) + 1)
+    except OSError as error:
+        # What the decoder gave last is lost in buffers: decode again, byte by byte behind the last line.
+        # Not where that line is too long for it, whose end may be far.
+        rest = b"" if too_long else _decoded_rest(file, codec, offset)
+        *whole, broken = rest.split(b"\n")
+        for raw in whole:
+            yield Line(offset, raw)
+            offset += len(raw) + 1
+        reason = f"the {codec} stream is broken behind this offset: {error}"
+        yield Line(offset, broken[:KEPT_BYTES], RowError("unreadable_input", reason))
 
 
-def _read_line(file: BinaryIO, offset: int) -> tuple[Line, int]:
-    """A line and how many bytes it takes in the file; 0 at the end."""
-    raw = file.readline(MAX_LINE_BYTES)
-    length = len(raw)
-    if length < MAX_LINE_BYTES or raw.endswith(b"\n"):
-        return Line(offset, raw.removesuffix(b"\n")), length
-    length += _skip_line(file)
-    reason = RowError("line_too_long", f"the line has {length} bytes; at most {MAX_LINE_BYTES} are read")
-    return Line(offset, raw[:KEPT_BYTES], reason), length
+def _too_long(offset: int, start: bytes) -> Line:
+    reason = f"the line has more than {len(start)} bytes, the most that is read of one"
+    return Line(offset, start[:KEPT_BYTES], RowError("line_too_long", reason))
 
 
-def _skip_line(file: BinaryIO) -> int:
-    """Read to the next line start; how many bytes that took."""
+def _skip_line(file: BinaryIO, most: int | None) -> int | None:
+    """Read past the next line feed; how many bytes that took, at the end of the file what there was.
+
+    None where the next line starts behind `most` bytes: it is another's.
+    """
     skipped = 0
-    while piece := file.readline(MAX_LINE_BYTES):
+    while most is None or skipped < most:
+        piece = file.readline(SKIPPED_BYTES)
         skipped += len(piece)
-        if piece.endswith(b"\n"):
-            break
-    return skipped
+        if not piece or piece.endswith(b"\n"):
+            return skipped
+    return None
+
+
+def _decoded_rest(file: BinaryIO, codec: str, start: int) -> bytes:
+    """What a broken stream holds from `start` to the break."""
+    file.seek(0)
+    decoder = pa.CompressedInputStream(file, codec)
+    rest = bytearray()
+    try:
+        while start > 0:
+            start -= len(decoder.read(min(start, DECOMPRESSED_BUFFER_BYTES)))
+        while byte := decoder.read(1):
+            rest += byte
+    except OSError:
+        pass
+    return bytes(rest)

@@ -16,6 +16,8 @@ from pipelines.rows import BadRow, type_name
 CHAT_URL = "/v1/chat/completions"
 TEXT_URL = "/v1/completions"
 SAMPLING_FIELDS = frozenset(SamplingParams.model_fields)
+GRAMMAR_FIELDS = frozenset({"json_schema", "regex"})
+"""Of which a request may have one: where a row has its own, that of the job does not hold for it."""
 
 _IGNORED = frozenset(
     {
@@ -37,7 +39,6 @@ _ONLY_DEFAULT: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 
@@ -64,6 +65,8 @@ def sampling_fields(body: Mapping[str, Any], prompt_field: str) -> dict[str, Any
     if isinstance(values.get("logprobs"), bool):
         asked = values.pop("logprobs")
         values |= {"logprobs": top_logprobs} if asked else {}
+    if "response_format" in fields:
+        values |= _grammar(fields.pop("response_format"), values)
     for name in fields.keys() - _IGNORED - {prompt_field}:
         if fields[name] not in _ONLY_DEFAULT.get(name, ()):
             raise BadRow("unsupported_parameter", f"{name} = {_shown(fields[name])} is not supported")
@@ -79,6 +82,26 @@ def completion_prompt(prompt: object) -> dict[str, Any]:
     if isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt):
         return {"token_ids": tuple(prompt)}
     raise BadRow("invalid_prompt", "prompt is not one text or one list of token ids")
+
+
+def _grammar(response_format: object, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`response_format` as sampling values. Raises `BadRow`."""
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        shown = _shown(response_format)
+        raise BadRow("unsupported_parameter", f"response_format = {shown} is not supported")
+    if GRAMMAR_FIELDS & values.keys():
+        raise BadRow("invalid_sampling", "response_format excludes json_schema and regex beside it")
+    if kind == "text":
+        return {"json_schema": None}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    assert isinstance(response_format, dict)
+    named = response_format.get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict):
+        raise BadRow("invalid_sampling", "response_format: json_schema.schema is not an object")
+    return {"json_schema": schema}
 
 
 def _shown(value: object) -> str:

@@ -6,9 +6,9 @@ One shard is one row of the Ray Data dataset (`SHARD_SCHEMA`): Ray splits and me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import pyarrow as pa
 from ray.data import Datasource
@@ -17,26 +17,26 @@ from ray.data.datasource import ReadTask
 
 from dflash_engine.request import SamplingParams
 from pipelines.config import ShardConfig
-from pipelines.inputs import FileKind, Input, file_lines, parquet_file
+from pipelines.inputs import FileKind, Input, file_lines
+from pipelines.line_stream import LineStream
 from pipelines.lines import Line, plain_lines
-from pipelines.parse import error_row, parse_line, parse_values
-from pipelines.records import group_records, record_text
+from pipelines.parse import RowParser, error_row
+from pipelines.records import SpanRecords, record_text
 from pipelines.rows import InputRow, RowError, encode_rows
-from pipelines.shards import Piece, read_tasks
+from pipelines.shards import Piece, Span, read_tasks
 from pipelines.storage import Store
 
 SHARD_SCHEMA = pa.schema(
     [
         ("shard_id", pa.string()),
-        ("file", pa.string()),
         ("num_rows", pa.int64()),
         ("input_bytes", pa.int64()),
         ("payload", pa.large_binary()),
     ]
 )
-# Rows of each of the first files that decide the types of the carried columns.
+# Rows of each of some files, from all over the input, that decide the types of the carried columns.
 SAMPLE_ROWS = 256
-SAMPLE_FILES = 8
+SAMPLE_FILES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,12 @@ class ShardRows:
     """A shard with its rows; `input_bytes` is its share of the input's size, for progress."""
 
     shard_id: str
-    file: str
     rows: tuple[InputRow, ...]
     input_bytes: int
 
     def as_table(self) -> pa.Table:
         """One row of `SHARD_SCHEMA`."""
-        values = [self.shard_id, self.file, len(self.rows), self.input_bytes, encode_rows(self.rows)]
+        values = [self.shard_id, len(self.rows), self.input_bytes, encode_rows(self.rows)]
         return pa.table([[value] for value in values], schema=SHARD_SCHEMA)
 
 
@@ -63,91 +62,75 @@ class Reader:
     defaults: SamplingParams
     done: frozenset[str] = frozenset()
     """Shard ids already written; they are passed over."""
+    _parser: RowParser = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_parser", RowParser(self.defaults))
 
     def shards(self, pieces: Sequence[Piece]) -> Iterator[ShardRows]:
-        """The shards of some pieces. Slices of one Parquet row group share one pass over it."""
-        if pieces[0].row_group is None:
+        """The shards of some pieces, in order. Slices of one Parquet row group share one pass over it."""
+        with SpanRecords(self.store) as records:
             for piece in pieces:
-                yield from self._compressed(piece) if piece.compressed else self._byte_range(piece)
-        else:
-            yield from self._row_slices(pieces)
+                if piece.compressed:
+                    yield from self._streamed(piece)
+                else:
+                    spans = (self._span(span, records) for span in piece.spans)
+                    yield from self._split(piece, [row for rows in spans for row in rows])
 
-    def _byte_range(self, piece: Piece) -> Iterator[ShardRows]:
-        with self.store.open(piece.file.key) as stream:
-            rows = tuple(self.rows(plain_lines(stream, piece.start, piece.stop), piece.file.key))
-        runs = self._evenly(rows)
-        for number, run in enumerate(runs, start=1):
-            shard_id = piece.shard_id if len(runs) == 1 else f"{piece.shard_id}-{number}of{len(runs)}"
-            share = piece.input_bytes // len(runs)
+    def _split(self, piece: Piece, rows: Sequence[InputRow]) -> Iterator[ShardRows]:
+        """The rows of a piece in as few shards as `shard.rows` allows, of equal length."""
+        parts = -(-len(rows) // self.shard.rows)
+        length = -(-len(rows) // parts) if parts else 1
+        for number, start in enumerate(range(0, len(rows), length), start=1):
+            shard_id = piece.shard_id if parts == 1 else f"{piece.shard_id}-{number}of{parts}"
             if shard_id not in self.done:
-                yield ShardRows(shard_id, piece.file.key, run, share)
+                yield ShardRows(shard_id, tuple(rows[start : start + length]), piece.input_bytes // parts)
 
-    def _compressed(self, piece: Piece) -> Iterator[ShardRows]:
-        with self.store.open(piece.file.key) as stream:
-            rows = self.rows(file_lines(stream, piece.file.kind), piece.file.key)
+    def _streamed(self, piece: Piece) -> Iterator[ShardRows]:
+        """Compressed files in runs of at most `shard.rows`, ended early where they reach `shard.bytes`."""
+        files = [span.file for span in piece.spans]
+        with closing(LineStream(self.store, files, self.shard.max_line_bytes)) as stream:
             position = 0
-            for number, run in enumerate(self._runs(islice(rows, piece.file.stop))):
+            for number, run in enumerate(stream.runs(self.shard.rows, self.shard.bytes)):
                 shard_id = f"{piece.file_number:05d}-{number:06d}"
-                # A stream read to its end is closed by the decompressor.
-                reached = piece.file.size_bytes if stream.closed else stream.tell()
+                reached = stream.reached
+                # Whoever wrote it has parsed it.
                 if shard_id not in self.done:
-                    yield ShardRows(shard_id, piece.file.key, run, reached - position)
+                    rows = tuple(row for key, line in run for row in self.rows([line], key))
+                    yield ShardRows(shard_id, rows, reached - position)
                 position = reached
 
-    def _row_slices(self, pieces: Sequence[Piece]) -> Iterator[ShardRows]:
-        first = pieces[0]
-        assert first.row_group is not None
-        with self.store.open(first.file.key) as stream:
-            file = parquet_file(stream, first.file.key)
-            records = group_records(file, first.row_group)
-            position = first.row_group_start
-            for piece in pieces:
-                assert piece.stop is not None
-                wanted = islice(records, piece.start - position, piece.stop - position)
-                rows = tuple(self._records(wanted, piece))
-                position = piece.stop
-                yield ShardRows(piece.shard_id, piece.file.key, rows, piece.input_bytes)
-
-    def _records(self, records: Iterator[dict[str, Any]], piece: Piece) -> Iterator[InputRow]:
-        """A row for each number of the slice; a row group that breaks off gives error rows for the rest."""
-        assert piece.stop is not None
-        key = piece.file.key
-        number = piece.start
-        try:
-            for record in records:
-                raw = record_text(record)
-                yield parse_values(record, raw=raw, file=key, offset=number, defaults=self.defaults)
-                number += 1
-        except (pa.ArrowException, OSError) as error:
-            for rest in range(number, piece.stop):
-                reason = f"row group {piece.row_group} cannot be decoded: {error}"
-                yield error_row(key, rest, b"", RowError("unreadable_input", reason))
+    def _span(self, span: Span, records: SpanRecords) -> Iterator[InputRow]:
+        key = span.file.key
+        if span.row_group is None:
+            with self.store.open(key) as stream:
+                yield from self.rows(
+                    plain_lines(stream, span.start, span.stop, self.shard.max_line_bytes), key
+                )
+            return
+        for number, record in records.read(span):
+            if isinstance(record, RowError):
+                yield error_row(key, number, b"", record)
+            else:
+                yield self._parser.values(record, raw=record_text(record), file=key, offset=number)
 
     def rows(self, lines: Iterable[Line], key: str) -> Iterator[InputRow]:
         """A row for each line of a file that is not blank."""
         for line in lines:
             if line.error is not None:
                 yield error_row(key, line.offset, line.raw, line.error)
-            elif row := parse_line(line.raw, file=key, offset=line.offset, defaults=self.defaults):
+            elif row := self._parser.line(line.raw, file=key, offset=line.offset):
                 yield row
 
-    def _evenly(self, rows: tuple[InputRow, ...]) -> list[tuple[InputRow, ...]]:
-        """Rows in as few runs as `shard.rows` allows, of equal length."""
-        length = -(-len(rows) // (-(-len(rows) // self.shard.rows) or 1)) or 1
-        return [rows[start : start + length] for start in range(0, len(rows), length)]
-
-    def _runs(self, rows: Iterable[InputRow]) -> Iterator[tuple[InputRow, ...]]:
-        """Rows in runs of at most `shard.rows`, ended early where they reach `shard.bytes`."""
-        run: list[InputRow] = []
-        size = 0
-        for row in rows:
-            run.append(row)
-            size += len(row.raw) + 1
-            if len(run) == self.shard.rows or size >= self.shard.bytes:
-                yield tuple(run)
-                run, size = [], 0
-        if run:
-            yield tuple(run)
+    def first_rows(self, span: Span, count: int) -> Iterator[InputRow]:
+        """The first rows of a file."""
+        if span.row_group is None:
+            with self.store.open(span.file.key) as stream:
+                lines = file_lines(stream, span.file.kind, self.shard.max_line_bytes)
+                yield from islice(self.rows(lines, span.file.key), count)
+        else:
+            with SpanRecords(self.store) as records:
+                yield from islice(self._span(span, records), count)
 
 
 class ShardSource(Datasource):
@@ -180,13 +163,11 @@ def _task(reader: Reader, pieces: Sequence[Piece]) -> Callable[[], Iterator[pa.T
 
 
 def sample_rows(source: Input, defaults: SamplingParams) -> Iterator[InputRow]:
-    """First rows of the first files, to find the types of the carried columns."""
+    """First rows of some files, to find the types of the carried columns."""
     reader = Reader(source.store, ShardConfig(), defaults)
-    for file in source.files[:SAMPLE_FILES]:
-        with source.store.open(file.key) as stream:
-            if file.kind is FileKind.PARQUET:
-                groups = range(min(1, parquet_file(stream, file.key).num_row_groups))
-                piece = [Piece(file, 0, 0, 0, 0, SAMPLE_ROWS, group) for group in groups]
-                yield from (row for shard in (reader.shards(piece) if piece else ()) for row in shard.rows)
-            else:
-                yield from islice(reader.rows(file_lines(stream, file.kind), file.key), SAMPLE_ROWS)
+    for file in source.files[:: -(-len(source.files) // SAMPLE_FILES) or 1]:
+        if file.kind is not FileKind.PARQUET:
+            yield from reader.first_rows(Span(file), SAMPLE_ROWS)
+        elif sum(file.group_rows):
+            group = next(number for number, rows in enumerate(file.group_rows) if rows)
+            yield from reader.first_rows(Span(file, 0, file.group_rows[group], group), SAMPLE_ROWS)

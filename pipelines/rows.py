@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from dflash_engine.request import Message, Request, SamplingParams
 
-Kind = Literal["string", "int64", "double", "bool", "json"]
+Kind = Literal["string", "int64", "double", "bool", "json", "tokens"]
 
 COST_TYPE = pa.decimal128(38, 12)
 RESULT_FIELDS = (
@@ -41,16 +41,18 @@ RESULT_FIELDS = (
 )
 EXTRA = "extra"
 """Last column: carried values that fit no column, and log probabilities where they were asked for."""
-RESERVED = frozenset(column.name for column in RESULT_FIELDS) | {EXTRA, "logprobs"}
+TOKEN_IDS: Mapping[str, Kind] = {"prompt_token_ids": "tokens", "token_ids": "tokens"}
+"""Columns of a job that asks for token ids."""
+RESERVED = frozenset(column.name for column in RESULT_FIELDS) | {EXTRA, "logprobs", *TOKEN_IDS}
 
 PAYLOAD_SCHEMA = pa.schema(
     [
         ("row_id", pa.string()),
         ("offset", pa.int64()),
         ("custom_id", pa.string()),
-        ("prompt", pa.large_string()),
+        ("prompt", pa.large_binary()),
         ("sampling", pa.large_string()),
-        ("carried", pa.large_string()),
+        ("carried", pa.large_binary()),
         ("error_type", pa.string()),
         ("error_message", pa.string()),
         ("raw", pa.large_binary()),
@@ -63,6 +65,7 @@ _ARROW_TYPES: Mapping[Kind, pa.DataType] = {
     "double": pa.float64(),
     "bool": pa.bool_(),
     "json": pa.string(),
+    "tokens": pa.list_(pa.int32()),
 }
 
 
@@ -103,6 +106,11 @@ class InputRow:
     carried: Mapping[str, Any] = field(default_factory=dict)
     error: RowError | None = None
 
+    @property
+    def file(self) -> str:
+        """The key of the file that the row stands in."""
+        return self.row_id.rpartition(":")[0]
+
 
 def seed_for(job_seed: int, row_id: str) -> int:
     """The seed of a row that names none: the same in every run of the job. In [0, 2**63)."""
@@ -111,19 +119,22 @@ def seed_for(job_seed: int, row_id: str) -> int:
 
 def encode_rows(rows: Sequence[InputRow]) -> bytes:
     """Rows as one Arrow IPC stream, for the trip to an actor."""
-    columns: dict[str, list[Any]] = {name: [] for name in PAYLOAD_SCHEMA.names}
-    for row in rows:
-        columns["row_id"].append(row.row_id)
-        columns["offset"].append(row.offset)
-        columns["custom_id"].append(row.custom_id)
-        columns["prompt"].append(_encode_prompt(row.request))
-        columns["sampling"].append(
-            row.request and row.request.sampling.model_dump_json(exclude_defaults=True)
-        )
-        columns["carried"].append(orjson.dumps(row.carried).decode())
-        columns["error_type"].append(row.error and row.error.code)
-        columns["error_message"].append(row.error and row.error.message)
-        columns["raw"].append(row.raw)
+    requests = [row.request for row in rows]
+    errors = [row.error for row in rows]
+    # Rows that ask for the same share one object, see `RowParser`.
+    samplings = {id(request.sampling): request.sampling for request in requests if request is not None}
+    texts = {key: value.model_dump_json(exclude_defaults=True) for key, value in samplings.items()}
+    columns = {
+        "row_id": [row.row_id for row in rows],
+        "offset": [row.offset for row in rows],
+        "custom_id": [row.custom_id for row in rows],
+        "prompt": [request and _encode_prompt(request) for request in requests],
+        "sampling": [request and texts[id(request.sampling)] for request in requests],
+        "carried": [orjson.dumps(row.carried) if row.carried else b"{}" for row in rows],
+        "error_type": [error and error.code for error in errors],
+        "error_message": [error and error.message for error in errors],
+        "raw": [row.raw for row in rows],
+    }
     sink = pa.BufferOutputStream()
     # The parsed prompt repeats the raw line: lz4 takes most of that back at memory speed.
     options = pa.ipc.IpcWriteOptions(compression="lz4")
@@ -136,41 +147,41 @@ def encode_rows(rows: Sequence[InputRow]) -> bytes:
 def decode_rows(payload: bytes) -> list[InputRow]:
     """The rows of `encode_rows`."""
     with pa.ipc.open_stream(payload) as reader:
-        records = reader.read_all().to_pylist()
+        table = reader.read_all()
+    columns = [table.column(name).to_pylist() for name in PAYLOAD_SCHEMA.names]
+    texts = set(columns[PAYLOAD_SCHEMA.get_field_index("sampling")]) - {None}
+    samplings = {text: SamplingParams(**orjson.loads(text)) for text in texts}
     return [
         InputRow(
-            row_id=record["row_id"],
-            offset=record["offset"],
-            raw=record["raw"],
-            custom_id=record["custom_id"],
-            request=_decode_request(record),
-            carried=orjson.loads(record["carried"]),
-            error=RowError(record["error_type"], record["error_message"]) if record["error_type"] else None,
+            row_id=row_id,
+            offset=offset,
+            raw=raw,
+            custom_id=custom_id,
+            request=None if prompt is None else _decode_request(prompt, samplings[sampling], row_id),
+            carried=orjson.loads(carried),
+            error=None if error_type is None else RowError(error_type, error_message),
         )
-        for record in records
+        for row_id, offset, custom_id, prompt, sampling, carried, error_type, error_message, raw in zip(
+            *columns, strict=True
+        )
     ]
 
 
-def _encode_prompt(request: Request | None) -> str | None:
-    if request is None:
-        return None
-    turns = request.messages
-    messages = None if turns is None else [[turn.role, turn.content] for turn in turns]
-    prompt = {"messages": messages, "text": request.text, "token_ids": request.token_ids}
-    return orjson.dumps(prompt).decode()
+def _encode_prompt(request: Request) -> bytes:
+    """JSON: turns as pairs, raw text as text, token ids as numbers."""
+    if request.messages is not None:
+        return orjson.dumps([(turn.role, turn.content) for turn in request.messages])
+    return orjson.dumps(request.text if request.text is not None else request.token_ids)
 
 
-def _decode_request(record: Mapping[str, Any]) -> Request | None:
-    if record["prompt"] is None:
-        return None
-    prompt = orjson.loads(record["prompt"])
-    return Request(
-        messages=prompt["messages"] and tuple(Message(*turn) for turn in prompt["messages"]),
-        text=prompt["text"],
-        token_ids=prompt["token_ids"] and tuple(prompt["token_ids"]),
-        sampling=SamplingParams(**orjson.loads(record["sampling"])),
-        request_id=record["row_id"],
-    )
+def _decode_request(prompt: bytes, sampling: SamplingParams, row_id: str) -> Request:
+    value = orjson.loads(prompt)
+    if isinstance(value, str):
+        return Request(text=value, sampling=sampling, request_id=row_id)
+    if isinstance(value[0], int):
+        return Request(token_ids=tuple(value), sampling=sampling, request_id=row_id)
+    messages = tuple([Message(role, content) for role, content in value])
+    return Request(messages=messages, sampling=sampling, request_id=row_id)
 
 
 def carried_kinds(samples: Iterable[Mapping[str, Any]]) -> dict[str, Kind]:
@@ -223,7 +234,7 @@ def _common(kinds: set[Kind]) -> Kind:
 
 
 def _fits(value: Any, kind: Kind) -> bool:
-    if value is None or kind == "json":
+    if value is None or kind in ("json", "tokens"):
         return True
     if kind == "double" and isinstance(value, int) and not isinstance(value, bool):
         return abs(value) <= 2**53

@@ -14,6 +14,7 @@ from dflash_engine.request import SamplingParams
 from pipelines.config import ShardConfig
 from pipelines.inputs import apply_limit, find_input
 from pipelines.read import Reader, ShardRows
+from pipelines.rows import InputRow
 from pipelines.shards import left_to_do, plan, read_tasks
 
 
@@ -42,6 +43,11 @@ def read_shards(
     reader = Reader(source.store, shard, SamplingParams(), done)
     pieces = left_to_do(plan(source, shard), done)
     return [found for task in read_tasks(pieces) for found in reader.shards(task)]
+
+
+def read_rows(uri: Path) -> list[InputRow]:
+    """Every row of an input, read without Ray."""
+    return [row for shard in read_shards(uri, ShardConfig()) for row in shard.rows]
 
 
 def output_rows(output: Path) -> list[dict[str, Any]]:

@@ -33,32 +33,27 @@ def test_a_folder_is_searched_and_the_order_is_that_of_names(folder: Path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "keys"),
-    [
-        ("*.jsonl", ["_log.jsonl", "b.jsonl"]),
-        ("**/*.parquet", ["deep/c.parquet"]),
-        ("d*p/*", ["deep/c.parquet"]),
-        ("notes.txt", ["notes.txt"]),
-    ],
-)
-def test_globs_and_single_files_are_taken_by_their_word(folder: Path, pattern: str, keys: list[str]):
-    assert [file.key for file in find_input(f"{folder}/{pattern}").files] == keys
-
-
 def test_the_first_bytes_tell_the_kind_not_the_name(folder: Path):
-    (folder / "plain.gz").write_bytes(b'{"prompt": "1"}\n')
-    assert find_input(str(folder / "plain.gz")).files[0].kind is FileKind.PLAIN
+    skippable = b"\x5a\x2a\x4d\x18\x00\x00\x00\x00"
+    for data, kind in [
+        (b'{"prompt": "1"}\n', FileKind.PLAIN),
+        (b"", FileKind.PLAIN),
+        (gzip.compress(b""), FileKind.GZIP),
+        (pa.compress(b"x", "zstd", asbytes=True), FileKind.ZSTD),
+        (skippable + pa.compress(b"x", "zstd", asbytes=True), FileKind.ZSTD),
+    ]:
+        (folder / "some.gz").write_bytes(data)
+        assert find_input(str(folder / "some.gz")).files[0].kind is kind
 
 
 @pytest.mark.parametrize("name", ["nothing.jsonl", "no*.jsonl"])
 def test_a_missing_input_is_named(folder: Path, name: str):
-    with pytest.raises(NotFound, match=r"input .*no.*\.jsonl: does not exist"):
+    with pytest.raises(NotFound, match=r"input .*no.*\.jsonl does not exist"):
         find_input(str(folder / name))
 
 
 def test_a_folder_without_data_is_named(tmp_path: Path):
-    with pytest.raises(NotFound, match=r"no file ending in \.jsonl"):
+    with pytest.raises(NotFound, match=r"or nothing in it ends in \.jsonl"):
         find_input(str(tmp_path))
 
 
@@ -82,3 +77,17 @@ def test_broken_parquet_is_named(tmp_path: Path):
 def test_a_limit_counts_rows_over_all_files(folder: Path, limit: int, stops: list[tuple[str, int]]):
     limited = apply_limit(find_input(str(folder)), limit)
     assert [(file.key, file.stop) for file in limited.files] == stops
+
+
+def test_the_groups_of_parquet_are_known_without_reading_it_again(tmp_path: Path):
+    pq.write_table(pa.table({"prompt": ["1"] * 7}), tmp_path / "a.parquet", row_group_size=3)
+    assert find_input(str(tmp_path)).files[0].group_rows == (3, 3, 1)
+
+
+def test_many_files_are_in_order_though_they_are_looked_at_side_by_side(tmp_path: Path):
+    for number in range(300):
+        (tmp_path / f"{number:03d}.jsonl").write_bytes(b"x" * number)
+    found = find_input(str(tmp_path))
+    assert [(file.key, file.size_bytes) for file in found.files] == [
+        (f"{n:03d}.jsonl", n) for n in range(300)
+    ]

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from dflash_engine.request import Message, SamplingParams
-from pipelines.parse import parse_line
+from pipelines.parse import RowParser
 from pipelines.rows import InputRow
 
 DEFAULTS = SamplingParams(max_tokens=8, temperature=0.5)
@@ -14,7 +14,7 @@ DEFAULTS = SamplingParams(max_tokens=8, temperature=0.5)
 
 def row(line: bytes | str | dict, offset: int = 5) -> InputRow:
     raw = orjson.dumps(line) if isinstance(line, dict) else line.encode() if isinstance(line, str) else line
-    parsed = parse_line(raw, file="f.jsonl", offset=offset, defaults=DEFAULTS)
+    parsed = RowParser(DEFAULTS).line(raw, file="f.jsonl", offset=offset)
     assert parsed is not None
     assert (parsed.row_id, parsed.offset, parsed.raw) == (f"f.jsonl:{offset}", offset, raw)
     return parsed
@@ -62,7 +62,7 @@ def test_a_bom_is_stripped_at_the_start_of_a_file_only():
 
 @pytest.mark.parametrize("line", [b"", b"\r", b" \t ", b"\xef\xbb\xbf", b"\xef\xbb\xbf\r"])
 def test_blank_lines_are_no_rows(line: bytes):
-    assert parse_line(line, file="f", offset=0, defaults=DEFAULTS) is None
+    assert RowParser(DEFAULTS).line(line, file="f", offset=0) is None
 
 
 @pytest.mark.parametrize(("given", "custom_id"), [("a", "a"), (7, "7"), (1.5, "1.5"), ("", ""), (None, None)])
@@ -171,3 +171,84 @@ def test_reasons_for_an_error_row(line: bytes | dict, code: str, reason: str):
 def test_an_error_row_keeps_its_custom_id_and_what_it_carries():
     parsed = row({"prompt": "a", "temperature": -1, "custom_id": 4, "shop": "x"})
     assert (parsed.custom_id, parsed.carried) == ("4", {"shop": "x"})
+
+
+def test_rows_that_ask_for_the_same_share_their_parameters_and_no_others():
+    parser = RowParser(DEFAULTS)
+
+    def asked(text: str) -> InputRow:
+        return parser.line(b'{"prompt": "a", ' + text.encode() + b"}", file="f", offset=0)
+
+    one, again = asked('"top_k": 1'), asked('"top_k": 1')
+    assert one.request.sampling is again.request.sampling
+    assert [asked(f'"top_k": {value}').error is None for value in ("1", "1.0", "true", '"1"')] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert asked('"temperature": 1').request.sampling != asked('"temperature": 0').request.sampling
+    for seed in range(3000):
+        assert asked(f'"seed": {seed}').request.sampling.seed == seed
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({"response_format": FORMAT}, {"json_schema": SCHEMA}),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": None, "regex": "a+"}, {"regex": "a+"}),
+        ({"json_schema": SCHEMA}, {"json_schema": SCHEMA}),
+    ],
+)
+def test_the_response_format_of_a_batch_line_is_a_grammar(fields: dict, asked: dict):
+    for url in ("/v1/chat/completions", "/v1/completions"):
+        prompt = {"messages": USER} if "chat" in url else {"prompt": "hi"}
+        sampling = row(batch_line({**prompt, **fields}, url=url)).request.sampling
+        assert sampling == SamplingParams(max_tokens=8, temperature=0.5, **asked)
+
+
+@pytest.mark.parametrize("given", [SCHEMA, orjson.dumps(SCHEMA).decode()])
+def test_a_plain_row_names_its_schema_as_an_object_or_as_text(given: object):
+    parsed = row({"prompt": "hi", "json_schema": given, "shop": 4})
+    assert (
+        parsed.request.sampling.json_schema
+        == '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
+    )
+    assert parsed.carried == {"shop": 4}
+
+
+def test_the_grammar_of_a_row_takes_the_place_of_the_jobs():
+    parser = RowParser(SamplingParams(json_schema=SCHEMA, top_k=3))
+
+    def asked(**fields) -> SamplingParams:
+        raw = orjson.dumps({"prompt": "a", **fields})
+        return parser.line(raw, file="f", offset=0).request.sampling
+
+    assert asked() == asked(top_k=3) == SamplingParams(json_schema=SCHEMA, top_k=3)
+    assert asked(regex="a") == SamplingParams(regex="a", top_k=3)
+    assert asked(json_schema={}) == SamplingParams(json_schema={}, top_k=3)
+    text = batch_line({"messages": USER, "response_format": {"type": "text"}})
+    assert parser.line(orjson.dumps(text), file="f", offset=0).request.sampling == SamplingParams(top_k=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "reason"),
+    [
+        ({"response_format": {"type": "xml"}}, "unsupported_parameter", "response_format = {'type': 'xml'}"),
+        ({"response_format": "json"}, "unsupported_parameter", "response_format = 'json' is not supported"),
+        ({"response_format": {"type": "json_schema"}}, "invalid_sampling", "schema is not an object"),
+        ({"response_format": FORMAT, "regex": "a"}, "invalid_sampling", "response_format excludes"),
+        ({"json_schema": SCHEMA, "regex": "a"}, "invalid_sampling", "exclude each other"),
+        ({"json_schema": "{"}, "invalid_sampling", "json_schema: "),
+    ],
+)  # fmt: skip
+def test_reasons_why_a_batch_lines_grammar_is_refused(fields: dict, code: str, reason: str):
+    parsed = row(batch_line({"messages": USER, **fields}))
+    assert parsed.error.code == code
+    assert reason in parsed.error.message

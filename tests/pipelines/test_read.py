@@ -1,9 +1,9 @@
-"""Rows of Parquet files mean the same as lines of JSONL."""
+"""Bytes to shards of rows: files of all kinds together, and broken ones."""
 
 from __future__ import annotations
 
-import datetime
-import decimal
+import gzip
+import json
 from pathlib import Path
 
 import orjson
@@ -14,79 +14,75 @@ from dflash_engine.request import Message, SamplingParams
 from pipelines.config import ShardConfig
 from pipelines.inputs import find_input
 from pipelines.read import sample_rows
-from pipelines.rows import InputRow, decode_rows, encode_rows
-from tests.pipelines.helpers import jsonl, parquet, read_shards
+from pipelines.rows import decode_rows, encode_rows
+from tests.pipelines.helpers import jsonl, parquet, prompts, read_rows, read_shards
 
 TURNS = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
 MESSAGES = (Message("system", "s"), Message("user", "hi"))
 
 
-def rows_of(path: Path) -> list[InputRow]:
-    return [row for shard in read_shards(path, ShardConfig()) for row in shard.rows]
-
-
-def test_messages_may_be_structs_or_json_text(tmp_path: Path):
-    struct = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string())]))
-    (tmp_path / "a.parquet").write_bytes(parquet([{"messages": TURNS}], pa.schema([("messages", struct)])))
-    (tmp_path / "b.parquet").write_bytes(parquet([{"messages": orjson.dumps(TURNS).decode()}]))
-    (tmp_path / "c.jsonl").write_bytes(jsonl([{"messages": TURNS}]))
-    rows = rows_of(tmp_path)
-    assert [row.request.messages for row in rows] == [MESSAGES] * 3
-    assert [row.row_id for row in rows] == ["a.parquet:0", "b.parquet:0", "c.jsonl:0"]
-
-
-def test_a_batch_body_may_be_a_struct_with_empty_fields(tmp_path: Path):
-    line = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
-    rows = [
-        {**line, "body": {"messages": TURNS, "max_tokens": 3}},
-        {**line, "body": {"messages": TURNS, "top_p": 0.5}},
-    ]
-    (tmp_path / "a.parquet").write_bytes(parquet(rows, pa.Table.from_pylist(rows).schema))
-    first, second = rows_of(tmp_path)
-    assert first.request.sampling == SamplingParams(max_tokens=3)
-    assert second.request.sampling == SamplingParams(top_p=0.5)
-
-
-def test_whole_numbers_in_floating_columns_are_integers_where_integers_are_wanted(tmp_path: Path):
-    rows = [
-        {"prompt": "a", "max_tokens": 4.0},
-        {"prompt": "b", "max_tokens": None},
-        {"prompt": "c", "max_tokens": 2.5},
-    ]
-    (tmp_path / "a.parquet").write_bytes(parquet(rows))
-    good, missing, bad = rows_of(tmp_path)
-    assert (good.request.sampling.max_tokens, missing.request.sampling.max_tokens) == (4, None)
-    assert bad.error.code == "invalid_sampling"
-
-
-def test_other_types_are_carried_as_json_would_have_them(tmp_path: Path):
-    row = {
-        "prompt": "a", "when": datetime.date(2026, 1, 2), "price": decimal.Decimal("1.50"),
-        "data": b"\xff", "nan": float("nan"), "list": [1, 2],
-    }  # fmt: skip
-    (tmp_path / "a.parquet").write_bytes(parquet([row]))
-    assert rows_of(tmp_path)[0].carried == {
-        "when": "2026-01-02", "price": "1.50", "data": "/w==", "nan": None, "list": [1, 2],
-    }  # fmt: skip
-
-
-def test_row_numbers_count_over_row_groups(tmp_path: Path):
-    (tmp_path / "a.parquet").write_bytes(
-        parquet([{"prompt": str(number)} for number in range(10)], group_rows=4)
+def test_files_and_rows_of_all_schemas_stand_side_by_side(tmp_path: Path):
+    chat = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": TURNS}}
+    texts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    (tmp_path / "a.jsonl").write_bytes(
+        jsonl(
+            [{"prompt": "hi", "x": 1}, {"messages": TURNS, "x": "one"}, chat, {"messages": texts, "x": [1]}]
+        )
     )
-    rows = [row for shard in read_shards(tmp_path, ShardConfig(rows=3)) for row in shard.rows]
-    assert [(row.offset, row.request.messages[0].content) for row in rows] == [(n, str(n)) for n in range(10)]
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl([{"prompt": "hi", "x": None, "y": {"z": 1}}])))
+    (tmp_path / "c.parquet").write_bytes(parquet([{"messages": orjson.dumps(TURNS).decode(), "x": 1.5}]))
+    (tmp_path / "d.parquet").write_bytes(parquet([{"prompt": "hi", "y": True}]))
+    hi = (Message("user", "hi"),)
+    rows = read_rows(tmp_path)
+    assert [row.request.messages for row in rows] == [hi, MESSAGES, MESSAGES, hi, hi, MESSAGES, hi]
+    assert [row.carried.get("x") for row in rows] == [1, "one", None, [1], None, 1.5, None]
+    assert decode_rows(encode_rows(rows)) == rows
 
 
-def test_a_row_group_that_cannot_be_decoded_gives_an_error_row_for_each_row(tmp_path: Path):
-    rows = [{"prompt": f"text {number} " + "x" * 400} for number in range(20)]
-    data = bytearray(parquet(rows, group_rows=10))
-    data[8:400] = b"\xff" * 392
-    (tmp_path / "a.parquet").write_bytes(bytes(data))
-    found = rows_of(tmp_path)
-    assert [row.offset for row in found] == list(range(20))
-    assert {row.error.code for row in found[:10]} == {"unreadable_input"}
-    assert {row.error for row in found[10:]} == {None}
+def test_crlf_and_a_bom_belong_to_no_row(tmp_path: Path):
+    lines = b'\xef\xbb\xbf{"prompt": "one"}\r\n\r\n{"prompt": "two"}\r\n'
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    rows = read_rows(tmp_path)
+    assert [row.request.messages[0].content for row in rows] == ["one", "two"] * 2
+    assert [row.row_id for row in rows] == ["a.jsonl:0", "a.jsonl:24", "b.jsonl.gz:0", "b.jsonl.gz:24"]
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_file_that_breaks_off_costs_one_row_and_the_next_file_is_read(tmp_path: Path, suffix: str):
+    data = jsonl([{"prompt": f"{number} {number * 7919}"} for number in range(20_000)])
+    packed = gzip.compress(data) if suffix == "gz" else pa.compress(data, "zstd", asbytes=True)
+    (tmp_path / f"a.jsonl.{suffix}").write_bytes(packed[:-100])
+    (tmp_path / f"b.jsonl.{suffix}").write_bytes(packed)
+    shards = read_shards(tmp_path, ShardConfig())
+    assert read_shards(tmp_path, ShardConfig()) == shards
+    rows = [row for shard in shards for row in shard.rows]
+    bad = [row for row in rows if row.error is not None]
+    assert [(row.file, row.error.code) for row in bad] == [(f"a.jsonl.{suffix}", "unreadable_input")]
+    assert len([row for row in rows if row.file.startswith("b")]) == 20_000
+    kept = rows.index(bad[0])
+    assert kept > 2_000
+    assert b"".join(row.raw + b"\n" for row in rows[:kept]) == data[: bad[0].offset]
+    assert sum(shard.input_bytes for shard in shards) == 2 * len(packed) - 100
+
+
+def test_compressed_shards_that_are_done_are_not_parsed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(prompts(100))))
+    shards = read_shards(tmp_path, ShardConfig(rows=10))
+    parsed: list[bytes] = []
+
+    def spy(raw: bytes) -> object:
+        parsed.append(raw)
+        return json.loads(raw)
+
+    monkeypatch.setattr("orjson.loads", spy)
+    (last,) = read_shards(
+        tmp_path, ShardConfig(rows=10), done=frozenset(shard.shard_id for shard in shards[:-1])
+    )
+    assert last == shards[-1]
+    assert parsed == [row.raw for row in last.rows]
 
 
 def test_rows_survive_the_trip_to_an_actor(tmp_path: Path):
@@ -103,14 +99,21 @@ def test_rows_survive_the_trip_to_an_actor(tmp_path: Path):
         {"prompt": 3, "custom_id": "bad"},
     ]
     (tmp_path / "a.jsonl").write_bytes(jsonl(lines) + b"\xff\xfe\n")
-    rows = rows_of(tmp_path)
+    rows = read_rows(tmp_path)
     assert len(rows) == 5
     assert decode_rows(encode_rows(rows)) == rows
+    assert decode_rows(encode_rows([])) == []
 
 
-@pytest.mark.parametrize("limit", [None, 1])
-def test_the_sample_has_rows_of_every_kind_of_file(tmp_path: Path, limit: int | None):
+def test_the_sample_has_rows_of_every_kind_of_file(tmp_path: Path):
     (tmp_path / "a.parquet").write_bytes(parquet([{"prompt": "a", "x": 1}] * 3))
     (tmp_path / "b.jsonl").write_bytes(jsonl([{"prompt": "a", "y": 1}]))
     sampled = list(sample_rows(find_input(str(tmp_path)), SamplingParams()))
     assert [dict(row.carried) for row in sampled] == [{"x": 1}] * 3 + [{"y": 1}]
+
+
+def test_the_sample_comes_from_all_over_the_input(tmp_path: Path):
+    for number in range(100):
+        (tmp_path / f"{number:02d}.jsonl").write_bytes(jsonl([{"prompt": "a", "part": number}]))
+    sampled = [row.carried["part"] for row in sample_rows(find_input(str(tmp_path)), SamplingParams())]
+    assert sampled == list(range(0, 100, 7))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import orjson
 import pyarrow as pa
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.rows import RESULT_FIELDS, carried_columns, carried_kinds, output_schema, seed_for
@@ -39,6 +39,7 @@ def test_what_does_not_fit_goes_into_extra():
     assert columns == {}
 
 
+@settings(deadline=None)
 @given(sample=ROWS, rows=ROWS)
 def test_every_carried_value_can_be_found_again(sample: list[dict], rows: list[dict]):
     kinds = carried_kinds(sample)
