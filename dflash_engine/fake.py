@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import struct
 from collections.abc import AsyncIterator
 from dataclasses import fields
+from typing import NamedTuple
 
 from dflash_engine.config import EngineConfig
 from dflash_engine.errors import ConfigError, EngineDead, PromptTooLong
@@ -22,6 +24,9 @@ VOCABULARY_SIZE = 50_000
 STEP_NS = 1_000_000
 """Busy time attributed for each step, prefill included, whatever the clock says."""
 WORDS = ("the", "your", "order", "account", "we", "can", "help", "with", "please", "thank", "today", "ready")
+
+
+_USAGE_FIELDS = tuple(item.name for item in fields(Usage))
 
 
 class FakeEngine:
@@ -59,10 +64,28 @@ class FakeEngine:
 
     async def generate(self, request: Request) -> Result:
         """The whole answer. Raises as `submit` does."""
+        if not self._token_s:
+            return await self._generate_at_once(request)
         async for chunk in self.submit(request):
             if chunk.result is not None:
                 return chunk.result
         raise EngineDead("the answer ended without a result")
+
+    def encode(self, request: Request) -> tuple[int, ...]:
+        """The prompt's tokens, one for each word. Raises `PromptTooLong`."""
+        prompt, num_tokens = _prompt(request)
+        self._room(num_tokens)
+        if request.token_ids is not None:
+            return tuple(request.token_ids)
+        return tuple(int.from_bytes(_digest(word)[:4]) % VOCABULARY_SIZE for word in prompt.split())
+
+    def _room(self, num_prompt_tokens: int) -> int:
+        room = self._max_model_len - num_prompt_tokens
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt_tokens} tokens, which leaves no room in {self._max_model_len}"
+            )
+        return room
 
     def abort(self, request_id: str) -> None:
         """End a request with what it has; nothing happens where there is no such request."""
@@ -88,39 +111,50 @@ class FakeEngine:
         self._next_id += 1
         return f"fake-{self._next_id}"
 
+    async def _generate_at_once(self, request: Request) -> Result:
+        """What `submit` would answer, without its steps: they would cost more than all that is tested."""
+        if self._closed:
+            raise EngineDead("the engine is closed")
+        request_id = request.request_id or self._new_id()
+        answer = self._begin(request)
+        # Others take their turn, as they do between steps.
+        await asyncio.sleep(0)
+        return self._result(answer, request_id, answer.tokens, aborted=False)
+
     async def _answer(self, request: Request, request_id: str) -> AsyncIterator[Chunk]:
+        answer = self._begin(request)
+        tokens: list[int] = []
+        while len(tokens) < len(answer.tokens) and self._unfinished[request_id]:
+            await asyncio.sleep(self._token_s)
+            tokens.append(answer.tokens[len(tokens)])
+            word = _word(tokens[-1])
+            yield Chunk(word if len(tokens) == 1 else f" {word}", (tokens[-1],))
+        yield Chunk(
+            "", (), self._result(answer, request_id, tokens, aborted=not self._unfinished[request_id])
+        )
+
+    def _begin(self, request: Request) -> _Answer:
         prompt, prompt_tokens = _prompt(request)
-        room = self._max_model_len - prompt_tokens
-        if room < 1:
-            raise PromptTooLong(
-                f"the prompt has {prompt_tokens} tokens, which leaves no room in {self._max_model_len}"
-            )
+        room = self._room(prompt_tokens)
         sampling = request.sampling
-        seed = sampling.seed or 0
-        source = _digest(prompt, "" if sampling.greedy else str(seed))
+        source = _digest(prompt, "" if sampling.greedy else str(sampling.seed or 0))
         most = min(room, sampling.max_tokens or self._default_max_tokens)
         length = most if sampling.ignore_eos else 1 + int.from_bytes(source[:4]) % most
-        tokens: list[int] = []
-        texts: list[str] = []
-        while len(tokens) < length and self._unfinished[request_id]:
-            await asyncio.sleep(self._token_s)
-            number = int.from_bytes(_digest(source.hex(), str(len(tokens)))[:4])
-            tokens.append(number % VOCABULARY_SIZE)
-            texts.append(WORDS[number % len(WORDS)])
-            yield Chunk(texts[-1] if len(texts) == 1 else f" {texts[-1]}", (tokens[-1],))
         reason: FinishReason = "stop" if length < most else "length"
-        usage = self._usage(prompt_tokens, len(tokens))
+        return _Answer(_tokens(source, length), reason, prompt_tokens, sampling.seed or 0)
+
+    def _result(self, answer: _Answer, request_id: str, tokens: list[int], *, aborted: bool) -> Result:
+        usage = self._usage(answer.prompt_tokens, len(tokens))
         self._used = _sum(self._used, usage)
-        result = Result(
+        return Result(
             request_id=request_id,
-            text=" ".join(texts),
+            text=" ".join(map(_word, tokens)),
             tokens=tuple(tokens),
-            finish_reason=reason if self._unfinished[request_id] else "abort",
+            finish_reason="abort" if aborted else answer.finish_reason,
             usage=usage,
-            seed=seed,
+            seed=answer.seed,
             fingerprint=self.fingerprint,
         )
-        yield Chunk("", (), result)
 
     def _usage(self, prompt_tokens: int, completion_tokens: int) -> Usage:
         """Every verify step accepts two drafted tokens where there is a draft, and adds one of its own."""
@@ -134,6 +168,15 @@ class FakeEngine:
             accepted_tokens=max(0, completion_tokens - 1) - steps,
             busy_ns=(1 + steps) * STEP_NS,
         )
+
+
+class _Answer(NamedTuple):
+    """An answer that is known beforehand."""
+
+    tokens: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    seed: int
 
 
 def is_fake(model: str) -> bool:
@@ -164,7 +207,16 @@ def _prompt(request: Request) -> tuple[str, int]:
 
 
 def _sum(one: Usage, other: Usage) -> Usage:
-    return Usage(*(getattr(one, item.name) + getattr(other, item.name) for item in fields(Usage)))
+    return Usage(*(getattr(one, name) + getattr(other, name) for name in _USAGE_FIELDS))
+
+
+def _tokens(source: bytes, count: int) -> list[int]:
+    stream = hashlib.shake_128(source).digest(4 * count)
+    return [number % VOCABULARY_SIZE for number in struct.unpack(f">{count}I", stream)]
+
+
+def _word(token: int) -> str:
+    return WORDS[token % len(WORDS)]
 
 
 def _digest(*parts: str) -> bytes:

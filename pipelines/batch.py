@@ -1,47 +1,42 @@
 """A batch job from input to manifest: read, generate, price and write, sum up.
 
-find_input -> plan -> begin -> [ read -> generate -> receipts ] -> manifest
-                                 Ray Data, one row a shard
+find_input -> lease -> begin -> plan -> [ read -> generate -> receipts ] -> manifest
+                                          Ray Data, one row a shard
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TextIO
 
-import pyarrow as pa
-import ray.data
-from ray.data import ActorPoolStrategy
-from ray.exceptions import RayError
+import ray
 
 from dflash_engine.errors import ConfigError
-from pipelines.cluster import configure_data, num_cpus, num_gpus, ray_cluster
+from pipelines.admission_actor import open_admission
+from pipelines.cluster import num_nodes, ray_cluster
 from pipelines.config import BatchConfig
 from pipelines.cost import PriceTable, load_prices
 from pipelines.engines import EngineFactory, check_model, open_engine
 from pipelines.errors import JobError, JobRefused
-from pipelines.generate import Generate, GenerateSpec
+from pipelines.generate import GenerateSpec
 from pipelines.inputs import Input, apply_limit, find_input
-from pipelines.job import begin, identity
-from pipelines.manifest import read_summary, write_manifest
+from pipelines.job import begin, check_identity, identity, read_job
+from pipelines.lease import Lease, take_lease
+from pipelines.manifest import clean_up, read_manifest, write_manifest
+from pipelines.pool import generate, most_actors, read, use_gpus
 from pipelines.progress import JobProgress
-from pipelines.read import Reader, ShardSource, sample_rows
-from pipelines.receipt import Receipt, receipt_from_record
+from pipelines.read import Reader, sample_rows
+from pipelines.receipts import below_error_rate, follow, while_leased
+from pipelines.redo import Redo, holds_repairs, plan_redos, read_repairs
 from pipelines.report import Summary
-from pipelines.rows import carried_kinds
-from pipelines.shards import Piece, left_to_do, plan, read_tasks
-from pipelines.storage import local_path, open_store
-from pipelines.totals import Totals
+from pipelines.rows import TOKEN_IDS, carried_kinds
+from pipelines.shards import Piece, cut_rule, left_to_do, plan
+from pipelines.storage import LocalStore, Store, lies_under, open_store
 from pipelines.write import PartWriter
-
-# Less than an actor's, on purpose: with equal resources Ray Data fuses reading into the actor, and its
-# event loop would stand still while it parses.
-READ_CPUS = 0.25
-ACTOR_CPUS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,55 +49,128 @@ class BatchJob:
     writer: PartWriter
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is left to do of a job."""
+
+    pieces: list[Piece]
+    done: frozenset[str]
+    """Shards that are passed over."""
+    redos: Mapping[str, Redo]
+
+
 def run_batch(config: BatchConfig, progress: TextIO, factory: EngineFactory = open_engine) -> Summary:
     """Do what is left of a job and sum it up; progress goes to `progress`, engines come from `factory`.
 
     Raises `JobRefused` where it cannot start as asked and `JobError` where it breaks off.
     """
     started = time.monotonic()
-    job = prepare(config)
-    if (summary := read_summary(job.writer.store)) is not None:
-        return summary
-    done = job.writer.written_shards()
-    if done:
-        print(f"{len(done):,} shards are already written; the rest is left to do", file=progress)
-    pieces = left_to_do(plan(job.source, config.shard), done)
-    if pieces:
-        reader = Reader(job.source.store, config.shard, config.sampling, done)
-        total_bytes = sum(piece.input_bytes for piece in pieces)
-        with ray_cluster(), JobProgress(total_bytes, progress) as bar:
-            for receipt in follow(generate(read(pieces, reader), job, factory)):
-                bar.add(receipt)
-    return write_manifest(job.writer, config, job.prices, time.monotonic() - started)
-
-
-def dry_run(config: BatchConfig) -> Summary:
-    """Read and check every row, generate and write nothing: how many rows could be sent to the engine.
-
-    Raises `JobRefused` for what `run_batch` would refuse, except for what the output holds already.
-    """
-    started = time.monotonic()
+    store = open_store(config.output, config.storage)
+    config = told_apart(config, store)
     source = find_checked(config)
-    reader = Reader(source.store, config.shard, config.sampling)
-    totals = Totals()
-    parts = 0
-    for task in read_tasks(plan(source, config.shard)):
-        for shard in reader.shards(task):
-            bad = sum(row.error is not None for row in shard.rows)
-            totals += Totals(rows_ok=len(shard.rows) - bad, rows_error=bad)
-            parts += 1
-    elapsed_s = time.monotonic() - started
-    output = open_store(config.output).uri
-    model = config.engine.model
-    return Summary(output=output, model=model, totals=totals, elapsed_s=elapsed_s, parts=parts, dry_run=True)
+    manifest = read_manifest(store)
+    if manifest is not None and not config.retry_errors and not config.repairs:
+        check_identity(store, identity(config, source))
+        if not manifest.outdated(PartWriter(store, config.format, {})):
+            return manifest.summary
+    with take_lease(store, config.lease_s, progress) as lease:
+        job = prepare(config, source, store)
+        manifest = read_manifest(store)
+        work = plan_work(job, complete=manifest is not None)
+        if work.pieces:
+            if work.done:
+                print(f"{len(work.done):,} shards are already written; the rest is left to do", file=progress)
+            run_shards(job, work, lease, progress, factory)
+        lease.check()
+        if manifest is None or work.pieces or not manifest.holds(job.writer):
+            etag = None if manifest is None else manifest.etag
+            summary = write_manifest(job.writer, config, job.prices, time.monotonic() - started, etag)
+        else:
+            summary = manifest.summary
+        clean_up(job.writer)
+        return summary
+
+
+def told_apart(config: BatchConfig, store: Store) -> BatchConfig:
+    """The config with its input as repairs, where that is error records of an output that is begun."""
+    begun = read_job(store) if config.repairs is None else None
+    if begun is None or not holds_repairs(find_input(config.input, config.storage)):
+        return config
+    return config.model_copy(update={"input": begun["config"]["input"], "repairs": config.input})
+
+
+def plan_work(job: BatchJob, complete: bool) -> Work:
+    """What is left to do: shards without a part, and those with rows that are done again."""
+    parts = job.writer.parts()
+    repairs = read_repairs(job.config.repairs, job.config.storage)
+    redos = plan_redos(job.writer, parts, repairs, retry_errors=job.config.retry_errors)
+    written = frozenset(part.shard_id for part in parts)
+    done = written.difference(redos)
+    if complete and not redos:
+        return Work([], done, redos)
+    return Work(left_to_do(plan(job.source, cut_rule(job.config)), done), done, redos)
+
+
+def run_shards(job: BatchJob, work: Work, lease: Lease, progress: TextIO, factory: EngineFactory) -> None:
+    """Read, generate and write what is left. Raises `JobError` where the job breaks off."""
+    config = job.config
+    reader = Reader(job.source.store, cut_rule(config), config.sampling, work.done)
+    received: set[str] = set()
+    total_bytes = sum(piece.input_bytes for piece in work.pieces)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ray_cluster())
+        bar = stack.enter_context(JobProgress(total_bytes, progress))
+        warn_of_local_disks(job, progress)
+        actors = most_actors(config)
+        admission = stack.enter_context(open_admission(job.writer, config.budget_usd))
+        lease.when_lost(lambda reason: admission.refuse_from_driver(reason, JobError.exit_code))
+        spec = GenerateSpec(
+            engine=config.engine,
+            writer=job.writer,
+            prices=job.prices,
+            accelerator=config.prices.accelerator,
+            job_seed=config.seed,
+            defaults=config.sampling,
+            actors=actors,
+            use_gpu=use_gpus(config),
+            tries=config.tries,
+            admission=admission,
+            redos=work.redos,
+            dedupe=config.dedupe,
+            output_token_ids=config.output_token_ids,
+        )
+        shards = read(work.pieces, reader)
+        receipts = stack.enter_context(contextlib.closing(follow(generate(shards, config, spec, factory))))
+        for receipt in below_error_rate(while_leased(receipts, lease), config.max_error_rate):
+            bar.add(receipt)
+            received.add(receipt.shard_id)
+    lost = received.difference(part.shard_id for part in job.writer.parts())
+    if lost:
+        raise JobError(
+            f"{len(lost):,} parts that were written are not in output {job.writer.store.uri} (shard "
+            f"{min(lost)}): do all nodes see the same disk there?"
+        )
+
+
+def warn_of_local_disks(job: BatchJob, progress: TextIO) -> None:
+    """Say what is taken for granted where a path is used by several nodes."""
+    if num_nodes() < 2:
+        return
+    for what, store in (("input", job.source.store), ("output", job.writer.store)):
+        if isinstance(store, LocalStore):
+            print(
+                f"{what} {store.uri} is a path: all {num_nodes()} nodes must see the same disk there; "
+                "where they do not, give an object store's URI",
+                file=progress,
+            )
 
 
 def find_checked(config: BatchConfig) -> Input:
     """The input of a job whose prices and model are there too. Raises `JobRefused`."""
-    source = apply_limit(find_input(config.input), config.limit)
-    folder, output = Path(source.store.uri), local_path(config.output)
-    if any((folder / file.key).is_relative_to(output) for file in source.files):
-        raise JobRefused(f"output {output} holds the input too; choose another folder")
+    source = apply_limit(find_input(config.input, config.storage), config.limit)
+    folder = source.store.uri
+    if any(lies_under(f"{folder}/{file.key}", config.output) for file in source.files):
+        raise JobRefused(f"output {config.output} holds the input too; choose another folder")
     prices = load_prices(config.prices.path)
     if config.prices.accelerator is not None:
         prices.price(config.prices.accelerator)
@@ -110,14 +178,14 @@ def find_checked(config: BatchConfig) -> Input:
     return source
 
 
-def prepare(config: BatchConfig) -> BatchJob:
-    """Find and check everything that a job needs, and claim its output. Raises `JobRefused`."""
-    source = find_checked(config)
-    store = open_store(config.output)
+def prepare(config: BatchConfig, source: Input, store: Store) -> BatchJob:
+    """Claim the output of a job for it. Raises `JobRefused`."""
     sampled = carried_kinds(row.carried for row in sample_rows(source, config.sampling))
-    carried = begin(store, config, identity(config, source), sampled)
-    prices = load_prices(config.prices.path)
-    return BatchJob(config, source, prices, PartWriter(store, config.format, carried))
+    columns = {**sampled, **(TOKEN_IDS if config.output_token_ids else {})}
+    carried = begin(store, config, identity(config, source), columns)
+    return BatchJob(
+        config, source, load_prices(config.prices.path), PartWriter(store, config.format, carried)
+    )
 
 
 def check_engine(config: BatchConfig) -> None:
@@ -128,67 +196,3 @@ def check_engine(config: BatchConfig) -> None:
         check_model(config.engine)
     except ConfigError as error:
         raise JobRefused(str(error)) from error
-
-
-def read(pieces: list[Piece], reader: Reader) -> ray.data.Dataset:
-    """The shards of some pieces as a dataset."""
-    configure_data()
-    source = ShardSource(pieces, reader)
-    shards: ray.data.Dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=READ_CPUS)
-    return shards
-
-
-def generate(shards: ray.data.Dataset, job: BatchJob, factory: EngineFactory) -> ray.data.Dataset:
-    """The receipts of shards that were generated, priced and written by a pool of actors."""
-    actors, device = job.config.actors, job.config.engine.device
-    gpus = num_gpus()
-    use_gpu = device.startswith("cuda") or (device == "auto" and gpus > 0)
-    gpus_each = job.config.engine.tensor_parallel_size
-    room = gpus // gpus_each if use_gpu else int((num_cpus() - READ_CPUS) / ACTOR_CPUS)
-    most = actors.max or max(actors.min, room if use_gpu else 1)
-    # A running cluster may grow; one of our own cannot, and would wait for ever.
-    if actors.min > room and not os.environ.get("RAY_ADDRESS"):
-        raise JobRefused(
-            f"actors.min = {actors.min}, but there is room for {room} on this machine's "
-            f"{f'GPUs, {gpus_each} each' if use_gpu else 'CPU cores'} (engine.device is {device})"
-        )
-    spec = GenerateSpec(
-        engine=job.config.engine,
-        writer=job.writer,
-        prices=job.prices,
-        accelerator=job.config.prices.accelerator,
-        job_seed=job.config.seed,
-        actors=most,
-        use_gpu=use_gpu,
-    )
-    pool = ActorPoolStrategy(
-        min_size=actors.min, max_size=most, max_concurrent_calls_per_actor=actors.shards_in_flight
-    )
-    return shards.map(
-        # Ray's annotation knows functions of a row; a class whose instances are called is documented too.
-        Generate,  # type: ignore[arg-type]
-        fn_constructor_args=(spec, factory),
-        compute=pool,
-        num_cpus=0 if use_gpu else ACTOR_CPUS,
-        num_gpus=gpus_each if use_gpu else None,
-    )
-
-
-def follow(receipts: ray.data.Dataset) -> Iterator[Receipt]:
-    """Receipts as they come. Raises what ended the job: `JobRefused` or `JobError`."""
-    batches = receipts.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
-    try:
-        for batch in batches:
-            assert isinstance(batch, pa.Table) and batch.num_rows == 1
-            receipt = receipt_from_record(batch.to_pylist()[0])
-            if receipt.failure is not None:
-                kind = JobRefused if receipt.exit_code == JobRefused.exit_code else JobError
-                raise kind(receipt.failure)
-            yield receipt
-    except RayError as error:
-        cause = getattr(error, "cause", None) or error
-        # Ray adds advice about its own settings in further lines.
-        reason = str(cause).splitlines()[0] if str(cause) else "no reason given"
-        raise JobError(
-            reason if isinstance(cause, JobError) else f"{type(cause).__name__}: {reason}"
-        ) from error

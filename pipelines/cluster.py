@@ -65,6 +65,11 @@ def num_gpus() -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
+def num_nodes() -> int:
+    """Nodes of the cluster that are alive."""
+    return sum(bool(node["Alive"]) for node in ray.nodes())
+
+
 def configure_data() -> None:
     """Settings of Ray Data for datasets whose rows are shards."""
     context = DataContext.get_current()

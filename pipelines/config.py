@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -11,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dflash_engine.config import EngineConfig
 from dflash_engine.request import SamplingParams
 from pipelines.errors import JobRefused
+from pipelines.lines import MAX_LINE_BYTES
+from pipelines.part_format import Format
+from pipelines.storage_config import StorageConfig
 
 
 class Section(BaseModel):
@@ -26,6 +30,18 @@ class ShardConfig(Section):
     """Most rows of a shard."""
     bytes: int = Field(default=4 << 20, ge=1)
     """Most input bytes of a shard, one line more at the end."""
+    max_line_bytes: int = Field(default=MAX_LINE_BYTES, ge=1)
+    """Longest line that is read; a longer one becomes an error row."""
+    max_lost_s: float | None = Field(default=None, gt=0)
+    """Most engine time that a lost shard may cost, by `tokens_per_s`: it bounds the rows too."""
+    tokens_per_s: float | None = Field(default=None, gt=0)
+    """What one engine is expected to generate; an estimate that stays for the whole job, as the cut does."""
+
+    @model_validator(mode="after")
+    def _lost_time_needs_a_speed(self) -> ShardConfig:
+        if self.max_lost_s is not None and self.tokens_per_s is None:
+            raise ValueError("max_lost_s needs tokens_per_s")
+        return self
 
 
 class ActorsConfig(Section):
@@ -42,6 +58,17 @@ class ActorsConfig(Section):
         if self.max is not None and self.max < self.min:
             raise ValueError(f"max = {self.max} is less than min = {self.min}")
         return self
+
+
+class TriesConfig(Section):
+    """How often something is tried before it counts as failed."""
+
+    row: int = Field(default=3, ge=1)
+    """A row at which the engine fails, but not the whole engine."""
+    start: int = Field(default=3, ge=1)
+    """An actor's engine that does not start; the job ends then."""
+    crash: int = Field(default=2, ge=1)
+    """A row that kills the engine while it is alone in it; it gets an error row then."""
 
 
 class PricesConfig(Section):
@@ -64,14 +91,31 @@ class BatchConfig(Section):
     """Used where a row says nothing of its own."""
     shard: ShardConfig = Field(default_factory=ShardConfig)
     actors: ActorsConfig = Field(default_factory=ActorsConfig)
+    tries: TriesConfig = Field(default_factory=TriesConfig)
+    storage: StorageConfig = Field(default_factory=StorageConfig)
     prices: PricesConfig = Field(default_factory=PricesConfig)
+    budget_usd: Decimal | None = Field(default=None, gt=0)
+    """Stop admitting shards when the rows written have cost this much, those of earlier runs included."""
+    max_error_rate: float | None = Field(default=None, gt=0, le=1)
+    """End the job early once at least this share of its rows have failed."""
+    retry_errors: bool = False
+    """Do the rows again that failed in earlier runs."""
+    repairs: str | None = None
+    """File of lines from `errors/` that were put right; they fill the gaps of the same output."""
+    lease_s: float = Field(default=30.0, gt=0)
+    """How long a driver that has gone silent keeps its output for itself."""
     tags: dict[str, str] = Field(default_factory=dict)
     """Carried into the manifest, for whoever shares out the bill."""
     limit: int | None = Field(default=None, ge=1)
     """Only the first rows of the input."""
     seed: int = Field(default=0, ge=0)
     """Rows without a seed get one from this and their row_id."""
-    format: Literal["parquet", "jsonl"] = "parquet"
+    format: Format = "parquet"
+    """`openai`: lines of OpenAI's Batch API, failed rows included; carried columns are left out."""
+    dedupe: bool = False
+    """Compute the same request once in a shard, where rule says that its answers are the same."""
+    output_token_ids: bool = False
+    """Add the columns `prompt_token_ids` and `token_ids`, as training of a draft takes them."""
 
 
 def load_config(path: str, settings: list[str], **values: object) -> BatchConfig:

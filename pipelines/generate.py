@@ -1,33 +1,50 @@
 """Shards to written parts: an actor with one engine, and rows of several shards in it together.
 
 A row that cannot be answered is data. No exception leaves a call, for one would end the whole dataset:
-what ends the job goes into the receipt, and a dead engine ends the process so that Ray starts another.
+what ends the job goes into the receipt, and a dead engine ends the process so that Ray starts another. What
+an actor must not forget when it dies it tells the admission, which lives elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from dflash_engine.config import EngineConfig
-from dflash_engine.errors import ConfigError, EngineDead, RequestError
-from dflash_engine.request import Request, Result
+from dflash_engine.errors import EngineDead
+from dflash_engine.prompt_encoder import PromptEncoder, open_encoder
+from dflash_engine.request import SamplingParams
+from pipelines.admission_actor import AdmissionPort
+from pipelines.answers import Answer, Answerer
+from pipelines.attempts import CRASH_CODE, Attempts
+from pipelines.config import TriesConfig
 from pipelines.cost import CPU, Price, PriceTable
 from pipelines.engines import Engine, EngineFactory, open_engine
 from pipelines.errors import JobError, JobRefused
-from pipelines.job import check_fingerprint
+from pipelines.gate import Gate
+from pipelines.job import check_fingerprint, check_same_store
+from pipelines.output import Bill, error_records, output_rows
 from pipelines.receipt import Receipt
-from pipelines.rows import InputRow, RowError, decode_rows, seed_for
-from pipelines.write import ErrorRecord, OutputRow, PartWriter
+from pipelines.redo import Redo, Task, task_of
+from pipelines.rows import InputRow, RowError, decode_rows
+from pipelines.starting import Starter, end_process
+from pipelines.totals import Totals
+from pipelines.write import Part, PartWriter
 
 # Twice what the engine runs at once: it never waits for a row, and no more sits in its queue than helps.
 QUEUED_PER_SEQUENCE = 2
+# An object store that is away for a moment costs a wait, and not the shard: 0.5, 1 and 2 s.
+WRITE_TRIES = 4
+WRITE_WAIT_S = 0.5
+# An actor that dies says why, unless nobody listens.
+LAST_WORDS_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +59,17 @@ class GenerateSpec:
     accelerator: str | None
     """Which price holds; None asks Ray what this machine has."""
     job_seed: int
+    defaults: SamplingParams
+    """What rows that were put right do not say themselves."""
     actors: int
     """Most actors of the job, which share the cores where there is no GPU."""
     use_gpu: bool
+    tries: TriesConfig
+    admission: AdmissionPort
+    redos: Mapping[str, Redo]
+    """Shards of which some rows are done again, by their ids."""
+    dedupe: bool = False
+    output_token_ids: bool = False
 
 
 class Generate:
@@ -54,17 +79,16 @@ class Generate:
         self._spec = spec
         self._factory = factory
         self._lock = asyncio.Lock()
-        self._engine: Engine | None = None
+        self._gate = Gate()
+        self._answerer: Answerer | None = None
+        self._encoder: PromptEncoder | None = None
         self._failure: JobError | None = None
-        self._slots = asyncio.Semaphore(QUEUED_PER_SEQUENCE * spec.engine.limit("max_num_seqs", "cuda"))
+        self._parts: set[Part] = set()
 
     async def __call__(self, shard: dict[str, Any]) -> dict[str, Any]:
         shard_id = shard["shard_id"]
         try:
             receipt = await self._receipt(shard)
-        except EngineDead as error:
-            self._die(error)
-            raise
         except JobError as error:
             receipt = Receipt(shard_id=shard_id, failure=str(error), exit_code=error.exit_code)
         except Exception as error:
@@ -74,47 +98,93 @@ class Generate:
         return receipt.as_record()
 
     async def _receipt(self, shard: Mapping[str, Any]) -> Receipt:
-        shard_id, writer = shard["shard_id"], self._spec.writer
-        if await asyncio.to_thread(writer.is_written, shard_id):
-            return Receipt(shard_id=shard_id, input_bytes=shard["input_bytes"], already_written=True)
-        engine = await self._opened_engine()
+        shard_id, writer, admission = shard["shard_id"], self._spec.writer, self._spec.admission
+        redo = self._spec.redos.get(shard_id)
+        part = redo.part if redo else Part(shard_id)
+        if await asyncio.to_thread(writer.is_written, part):
+            # An earlier attempt wrote it and died before it could say so.
+            totals = await asyncio.to_thread(writer.read_totals, part)
+            await admission.end(part, totals)
+            return Receipt(shard_id=shard_id, input_bytes=shard["input_bytes"], totals=totals)
+        attempts = await admission.look(part)
+        answerer = await self._opened()
         rows = await asyncio.to_thread(decode_rows, shard["payload"])
-        answers = await asyncio.gather(*(self._answer(engine, row) for row in rows))
-        price = self._price()
-        outputs = [
-            _output(row, answer, price, self._spec.engine) for row, answer in zip(rows, answers, strict=True)
-        ]
-        errors = [
-            ErrorRecord(row, shard["file"], answer)
-            for row, answer in zip(rows, answers, strict=True)
-            if isinstance(answer, RowError)
-        ]
-        totals = await asyncio.to_thread(writer.write, shard_id, outputs, errors)
-        return Receipt(shard_id=shard_id, input_bytes=shard["input_bytes"], totals=totals)
+        task = await asyncio.to_thread(task_of, writer, rows, redo, self._spec.defaults)
+        async with self._gate.alone() if attempts.deaths else self._gate.together():
+            if refusal := await admission.admit(part, len(task.rows)):
+                return Receipt(shard_id=shard_id, failure=refusal.message, exit_code=refusal.exit_code)
+            self._parts.add(part)
+            try:
+                answers = await self._answers(answerer, part, task.rows, attempts)
+            except EngineDead as error:
+                # In here, so that no part that waits to be alone is let in and blamed.
+                await self._die(error)
+                raise
+            totals = await self._write(part, task, answers)
+            await admission.end(part, totals)
+            self._parts.discard(part)
+        reason = next((answer.message for answer in answers if isinstance(answer, RowError)), None)
+        return Receipt(shard_id=shard_id, input_bytes=shard["input_bytes"], totals=totals, first_error=reason)
 
-    async def _opened_engine(self) -> Engine:
+    async def _answers(
+        self, answerer: Answerer, part: Part, rows: Sequence[InputRow], attempts: Attempts
+    ) -> list[Answer]:
+        """The answers in the order of the rows; of a part that killed its engine, in groups."""
+        if not attempts.deaths:
+            return await answerer.answer_all(rows)
+        crashes = self._spec.tries.crash
+        answers: dict[int, Answer] = {
+            row: RowError(CRASH_CODE, _crash_message(attempts, row))
+            for row in attempts.given_up(range(len(rows)), crashes)
+        }
+        for group in attempts.groups(range(len(rows)), crashes):
+            await self._spec.admission.trying(part, group)
+            found = await answerer.answer_all([rows[row] for row in group])
+            answers.update(zip(group, found, strict=True))
+        return [answers[row] for row in range(len(rows))]
+
+    async def _write(self, part: Part, task: Task, answers: Sequence[Answer]) -> Totals:
+        bill = Bill(self._price(), self._spec.engine, self._encoder)
+        for number in range(1, WRITE_TRIES + 1):
+            try:
+                return await asyncio.to_thread(_put, self._spec.writer, part, task, answers, bill)
+            except JobRefused:
+                raise
+            except JobError:
+                if number == WRITE_TRIES:
+                    raise
+                logger.exception("part %s was not written, try %d of %d", part.name, number, WRITE_TRIES)
+                await asyncio.sleep(WRITE_WAIT_S * 2 ** (number - 1))
+        raise AssertionError("a part is written at least once")
+
+    async def _opened(self) -> Answerer:
         """The engine, loaded by the first call; one that cannot start fails all calls alike."""
         async with self._lock:
             if self._failure is not None:
                 raise self._failure
-            if self._engine is None:
+            if self._answerer is None:
                 try:
-                    self._price()
-                    # On the loop's own thread: shards cannot go on before it is there anyway.
-                    engine = self._factory(self._engine_config())
-                    check_fingerprint(self._spec.writer.store, engine.fingerprint)
-                except ConfigError as error:
-                    self._failure = JobRefused(str(error))
-                    raise self._failure from error
+                    self._answerer = await self._open()
                 except JobError as error:
                     self._failure = error
                     raise
-                except Exception as error:
-                    logger.exception("the engine did not start")
-                    self._failure = JobError(f"the engine did not start: {type(error).__name__}: {error}")
-                    raise self._failure from error
-                self._engine = engine
-            return self._engine
+            return self._answerer
+
+    async def _open(self) -> Answerer:
+        spec = self._spec
+        check_same_store(spec.writer.store)
+        self._price()
+        starter = Starter(spec.admission, spec.tries.start)
+        engine = await starter.start(self._load)
+        slots = QUEUED_PER_SEQUENCE * spec.engine.limit("max_num_seqs", "cuda")
+        if spec.output_token_ids:
+            self._encoder = await asyncio.to_thread(open_encoder, spec.engine)
+        return Answerer(engine, slots, spec.job_seed, spec.tries.row, dedupe=spec.dedupe)
+
+    def _load(self) -> Engine:
+        engine = self._factory(self._engine_config())
+        check_fingerprint(self._spec.writer.store, engine.fingerprint)
+        return engine
 
     def _engine_config(self) -> EngineConfig:
         """On a CPU, threads are set here: Ray tells libraries to use no more than the actor's CPUs."""
@@ -126,41 +196,31 @@ class Generate:
         )
 
     def _price(self) -> Price:
-        name = self._spec.accelerator or (_accelerator() if self._spec.use_gpu else CPU)
+        name = self._spec.accelerator or (accelerator() if self._spec.use_gpu else CPU)
         return self._spec.prices.price(name)
 
-    async def _answer(self, engine: Engine, row: InputRow) -> Result | RowError:
-        if row.request is None:
-            assert row.error is not None
-            return row.error
-        async with self._slots:
-            try:
-                result = await engine.generate(self._seeded(row.request, row.row_id))
-            except RequestError as error:
-                return RowError(error.code, str(error))
-            except EngineDead:
-                raise
-            except Exception as error:
-                logger.exception("row %s failed", row.row_id)
-                return RowError("internal_error", f"{type(error).__name__}: {error}")
-        if result.error is not None:
-            return RowError(result.error.code, str(result.error))
-        return result
-
-    def _seeded(self, request: Request, row_id: str) -> Request:
-        if request.sampling.seed is not None:
-            return request
-        seed = seed_for(self._spec.job_seed, row_id)
-        return replace(request, sampling=request.sampling.model_copy(update={"seed": seed}))
-
-    def _die(self, error: EngineDead) -> None:
-        """End this process at once; Ray starts another and gives it the shards that were in flight."""
-        logger.critical("the engine died: %s", error)
-        logging.shutdown()
-        os._exit(1)
+    async def _die(self, error: EngineDead) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._spec.admission.dying(list(self._parts), reason), LAST_WORDS_S)
+        end_process(f"the engine died: {reason}")
 
 
-def _accelerator() -> str:
+def _put(writer: PartWriter, part: Part, task: Task, answers: Sequence[Answer], bill: Bill) -> Totals:
+    rows = output_rows(task.rows, answers, bill)
+    return writer.write(part, rows, error_records(task.rows, answers), task.base)
+
+
+def _crash_message(attempts: Attempts, row: int) -> str:
+    kills = attempts.kills.get(row, 0)
+    if kills:
+        times = "once" if kills == 1 else f"{kills} times"
+        return f"the engine died {times} while this row was alone in it: {attempts.reason}"
+    deaths = f"the engine died {attempts.deaths} times under rows of this shard"
+    return f"not tried again: {deaths}: {attempts.reason}"
+
+
+def accelerator() -> str:
     """What Ray calls the accelerator of this machine."""
     node_id = ray.get_runtime_context().get_node_id()
     resources: dict[str, float] = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
@@ -170,42 +230,3 @@ def _accelerator() -> str:
     if not names:
         raise JobRefused("Ray knows no accelerator on this machine; set prices.accelerator")
     return names[0]
-
-
-def _output(row: InputRow, answer: Result | RowError, price: Price, engine: EngineConfig) -> OutputRow:
-    usage = answer.usage if isinstance(answer, Result) else None
-    # The engine's time is that of all its GPUs at once.
-    busy_ns = usage.busy_ns * engine.tensor_parallel_size if usage else 0
-    error = answer if isinstance(answer, RowError) else None
-    columns = {
-        "row_id": row.row_id,
-        "custom_id": row.custom_id,
-        "status": "ok" if error is None else "error",
-        "text": answer.text if isinstance(answer, Result) else None,
-        "finish_reason": answer.finish_reason if isinstance(answer, Result) else None,
-        "prompt_tokens": usage.prompt_tokens if usage else 0,
-        "cached_tokens": usage.cached_tokens if usage else 0,
-        "completion_tokens": usage.completion_tokens if usage else 0,
-        "steps": usage.steps if usage else 0,
-        "drafted_tokens": usage.drafted_tokens if usage else 0,
-        "accepted_tokens": usage.accepted_tokens if usage else 0,
-        "gpu_seconds": busy_ns / 1e9,
-        "cost_usd": price.cost_usd(busy_ns),
-        "error_type": error and error.code,
-        "error_message": error and error.message,
-        "model": engine.model,
-    }
-    return OutputRow(columns, row.carried, _logprobs(answer))
-
-
-def _logprobs(answer: Result | RowError) -> list[dict[str, Any]] | None:
-    if isinstance(answer, RowError) or answer.logprobs is None:
-        return None
-    return [
-        {
-            "token": item.token,
-            "logprob": item.logprob,
-            "top": [{"token": token, "logprob": logprob} for token, logprob in item.top],
-        }
-        for item in answer.logprobs
-    ]

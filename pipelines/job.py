@@ -7,6 +7,7 @@ digest of what the first engine computed with; the engines of every later run mu
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import orjson
 
 from pipelines.config import BatchConfig
-from pipelines.errors import JobError, JobRefused
+from pipelines.errors import JobError, JobRefused, NotFound
 from pipelines.inputs import Input
 from pipelines.rows import Kind
 from pipelines.storage import Store
@@ -22,7 +23,7 @@ from pipelines.storage import Store
 JOB_KEY = "_job.json"
 FINGERPRINT_KEY = "_fingerprint.json"
 MANIFEST_KEY = "_manifest.json"
-VERSION = 1
+VERSION = 2
 _READABLE = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
 _DECIDING_ENGINE = ("model", "dtype", "max_model_len", "default_max_tokens")
 
@@ -38,6 +39,7 @@ def identity(config: BatchConfig, source: Input) -> dict[str, Any]:
         "limit": config.limit,
         "shard": config.shard.model_dump(mode="json"),
         "format": config.format,
+        "output_token_ids": config.output_token_ids,
         "input": {file.key: {"size_bytes": file.size_bytes, "etag": file.etag} for file in source.files},
     }
     # As it will be read back, for the comparison: JSON knows neither tuples nor numbers as keys.
@@ -68,15 +70,38 @@ def begin(
             return dict(carried)
     except JobError as error:
         raise JobRefused(f"output {store.uri} cannot be written: {error}") from error
-    found = orjson.loads(store.get(JOB_KEY))
+    kinds: dict[str, Kind] = check_identity(store, asked)["carried"]
+    return kinds
+
+
+def read_job(store: Store) -> dict[str, Any] | None:
+    """What `_job.json` holds; None where the output is nobody's yet."""
+    try:
+        found: dict[str, Any] = orjson.loads(store.get(JOB_KEY))
+    except NotFound:
+        return None
+    return found
+
+
+def check_identity(store: Store, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What `_job.json` holds. Raises `JobRefused` where it is of another job."""
+    found: dict[str, Any] = orjson.loads(store.get(JOB_KEY))
     if difference := next(_differences(found["identity"], asked), None):
         place, before, now = difference
         raise JobRefused(
             f"output {store.uri} was begun with {place} = {_shown(before)}, this job has {_shown(now)}; "
             "ask for the same again or choose another output"
         )
-    kinds: dict[str, Kind] = found["carried"]
-    return kinds
+    return found
+
+
+def check_same_store(store: Store) -> None:
+    """See that this machine looks at the output that the driver began. Raises `JobRefused`."""
+    if not store.exists(JOB_KEY):
+        raise JobRefused(
+            f"output {store.uri} is not there on node {socket.gethostname()}: a path must be on a disk that "
+            "all nodes share; mount one, or give an object store's URI"
+        )
 
 
 def check_fingerprint(store: Store, fingerprint: str) -> None:

@@ -17,8 +17,8 @@ class Receipt:
     shard_id: str
     input_bytes: int = 0
     totals: Totals = field(default_factory=Totals)
-    already_written: bool = False
-    """An earlier attempt had written the shard; its totals stand in its part."""
+    first_error: str | None = None
+    """Why one of the rows failed, where one did."""
     failure: str | None = None
     exit_code: int = 0
 

@@ -22,7 +22,6 @@ class Summary:
     elapsed_s: float
     parts: int = 0
     duplicate_custom_ids: int = 0
-    dry_run: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -35,6 +34,8 @@ class Summary:
         return {
             "rows_ok": totals.rows_ok,
             "rows_error": totals.rows_error,
+            "rows_copied": totals.rows_copied,
+            "copied_tokens": totals.copied_tokens,
             "duplicate_custom_ids": self.duplicate_custom_ids,
             "prompt_tokens": totals.prompt_tokens,
             "cached_tokens": totals.cached_tokens,
@@ -49,28 +50,27 @@ class Summary:
             "parts": self.parts,
             "model": self.model,
             "output": self.output,
-            **({"dry_run": True} if self.dry_run else {}),
         }
 
 
 def print_report(summary: Summary, file: TextIO) -> None:
     """The table and, last of all, the JSON line."""
     totals = summary.totals
-    table = Table(
-        "", "", title="Dry run: nothing was generated" if summary.dry_run else None, show_header=False
-    )
+    table = Table("", "", show_header=False)
     table.columns[1].overflow = "fold"
     table.add_row("rows answered", f"{totals.rows_ok:,}")
     table.add_row("rows with an error", f"{totals.rows_error:,}")
     table.add_row("repeated custom_ids", f"{summary.duplicate_custom_ids:,}")
-    if not summary.dry_run:
-        table.add_row("prompt tokens", f"{totals.prompt_tokens:,} ({totals.cached_tokens:,} from cache)")
-        table.add_row("completion tokens", f"{totals.completion_tokens:,}")
-        table.add_row("acceptance length", f"{totals.acceptance_length:.2f} tokens per verify step")
-        table.add_row("engine busy", f"{totals.gpu_seconds:,.2f} s")
-        table.add_row("cost of it", f"${totals.cost_usd:,.6f}")
-        table.add_row("elapsed", f"{summary.elapsed_s:,.1f} s")
-        table.add_row("model", summary.model)
+    if totals.rows_copied:
+        copied = f"{totals.rows_copied:,} with {totals.copied_tokens:,} tokens, at no cost"
+        table.add_row("copied answers", copied)
+    table.add_row("prompt tokens", f"{totals.prompt_tokens:,} ({totals.cached_tokens:,} from cache)")
+    table.add_row("completion tokens", f"{totals.completion_tokens:,}")
+    table.add_row("acceptance length", f"{totals.acceptance_length:.2f} tokens per verify step")
+    table.add_row("engine busy", f"{totals.gpu_seconds:,.2f} s")
+    table.add_row("cost of it", f"${totals.cost_usd:,.6f}")
+    table.add_row("elapsed", f"{summary.elapsed_s:,.1f} s")
+    table.add_row("model", summary.model)
     table.add_row("output", summary.output)
     Console(file=file).print(table)
     print(orjson.dumps(summary.as_json()).decode(), file=file, flush=True)

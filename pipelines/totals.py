@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from decimal import Decimal
 from typing import Any
+
+COUNTED = (
+    "status",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "steps",
+    "drafted_tokens",
+    "accepted_tokens",
+    "gpu_seconds",
+    "cost_usd",
+)
+"""The columns of an output row that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +34,10 @@ class Totals:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     busy_ns: int = 0
+    rows_copied: int = 0
+    """Answered without any time of an engine: `dedupe` found the same request in the shard."""
+    copied_tokens: int = 0
+    """Completion tokens of those."""
     cost_usd: Decimal = Decimal(0)
 
     def __add__(self, other: Totals) -> Totals:
@@ -54,18 +71,32 @@ def totals_from_json(values: Mapping[str, Any]) -> Totals:
 
 def totals_of(rows: Iterable[Mapping[str, Any]]) -> Totals:
     """The totals of output rows."""
-    total = Totals()
-    for row in rows:
-        total += Totals(
-            rows_ok=row["status"] == "ok",
-            rows_error=row["status"] != "ok",
-            prompt_tokens=row["prompt_tokens"],
-            cached_tokens=row["cached_tokens"],
-            completion_tokens=row["completion_tokens"],
-            steps=row["steps"],
-            drafted_tokens=row["drafted_tokens"],
-            accepted_tokens=row["accepted_tokens"],
-            busy_ns=round(row["gpu_seconds"] * 1e9),
-            cost_usd=Decimal(str(row["cost_usd"])),
+    records = list(rows)
+    return totals_of_columns({name: [record[name] for record in records] for name in COUNTED})
+
+
+def totals_of_columns(columns: Mapping[str, Sequence[Any]]) -> Totals:
+    """The totals of output rows that are laid in columns."""
+    status = columns["status"]
+    rows_ok = status.count("ok")
+    copied = [
+        tokens
+        for state, seconds, tokens in zip(
+            status, columns["gpu_seconds"], columns["completion_tokens"], strict=True
         )
-    return total
+        if state == "ok" and not seconds
+    ]
+    return Totals(
+        rows_ok=rows_ok,
+        rows_error=len(status) - rows_ok,
+        prompt_tokens=sum(columns["prompt_tokens"]),
+        cached_tokens=sum(columns["cached_tokens"]),
+        completion_tokens=sum(columns["completion_tokens"]),
+        steps=sum(columns["steps"]),
+        drafted_tokens=sum(columns["drafted_tokens"]),
+        accepted_tokens=sum(columns["accepted_tokens"]),
+        busy_ns=sum(round(seconds * 1e9) for seconds in columns["gpu_seconds"]),
+        rows_copied=len(copied),
+        copied_tokens=sum(copied),
+        cost_usd=sum((Decimal(str(cost)) for cost in columns["cost_usd"]), Decimal(0)),
+    )

@@ -1,46 +1,50 @@
 """A finished shard becomes one object, named after the shard alone, in one atomic put.
 
 Its bad rows go to `errors/` first; the data part is the commit. Both puts may be repeated: the same shard
-gives the same rows, so it does not matter which attempt comes last.
+gives the same rows, so it does not matter which attempt comes last. Rows done again later make a part of the
+next generation, `part-<shard>.g2`; the latest one counts.
 """
 
 from __future__ import annotations
 
 import base64
-import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import orjson
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from pipelines.rows import InputRow, Kind, RowError, carried_columns, output_schema
+from pipelines.part_format import Carried, Columns, Format, PartFormat, part_format
+from pipelines.rows import InputRow, Kind, RowError
 from pipelines.storage import Store
-from pipelines.totals import Totals, totals_of
+from pipelines.totals import COUNTED, Totals, totals_of, totals_of_columns
 
-Format = Literal["parquet", "jsonl"]
-_COUNTED = (
-    "status",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "steps",
-    "drafted_tokens",
-    "accepted_tokens",
-    "gpu_seconds",
-    "cost_usd",
-)
+_NAME = re.compile(r"part-([^.]+?)(?:\.g(\d+))?\.(?:parquet|jsonl)")
 
 
 @dataclass(frozen=True, slots=True)
-class OutputRow:
-    """The columns of one answered or refused row, and what it carried along."""
+class Part:
+    """One generation of a shard's rows."""
 
-    columns: Mapping[str, Any]
-    carried: Mapping[str, Any]
-    logprobs: Sequence[Mapping[str, Any]] | None = None
+    shard_id: str
+    generation: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.shard_id if self.generation == 1 else f"{self.shard_id}.g{self.generation}"
+
+    @property
+    def errors_key(self) -> str:
+        return f"errors/part-{self.name}.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Answered and refused rows on their way into a part."""
+
+    columns: Columns
+    carried: Carried
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +52,13 @@ class ErrorRecord:
     """A bad row as it came, with the reason."""
 
     row: InputRow
-    file: str
     error: RowError
 
     def as_json(self) -> bytes:
         record = {
             "row_id": self.row.row_id,
             "custom_id": self.row.custom_id,
-            "file": self.file,
+            "file": self.row.row_id.rpartition(":")[0],
             "offset": self.row.offset,
             "error_type": self.error.code,
             "error_message": self.error.message,
@@ -68,6 +71,15 @@ class ErrorRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Base:
+    """The generation that some rows of a part are done again on top of."""
+
+    part: Part
+    places: Sequence[int]
+    """Which of its rows are replaced, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
 class PartWriter:
     """Where the parts of a job go and what they look like."""
 
@@ -75,61 +87,78 @@ class PartWriter:
     format: Format
     carried: Mapping[str, Kind]
 
-    def part_key(self, shard_id: str) -> str:
-        return f"data/part-{shard_id}.{self.format}"
+    def part_key(self, part: Part) -> str:
+        return f"data/part-{part.name}.{self._extension}"
 
-    def is_written(self, shard_id: str) -> bool:
-        return self.store.exists(self.part_key(shard_id))
+    def is_written(self, part: Part) -> bool:
+        return self.store.exists(self.part_key(part))
 
-    def written_shards(self) -> frozenset[str]:
-        """Ids of all shards that are written: the whole state of a job."""
-        keys = (key.removeprefix("data/part-") for key in self.store.keys("data/part-"))
-        return frozenset(key.removesuffix(f".{self.format}") for key in keys if key.endswith(self.format))
+    def parts(self) -> list[Part]:
+        """The latest part of each shard that is written, in order: the whole state of a job."""
+        latest: dict[str, Part] = {}
+        for part in self.generations():
+            if part.generation >= latest.get(part.shard_id, part).generation:
+                latest[part.shard_id] = part
+        return sorted(latest.values(), key=lambda part: part.shard_id)
 
-    def write(self, shard_id: str, rows: Sequence[OutputRow], errors: Sequence[ErrorRecord]) -> Totals:
-        """Put the error records and then the part; the totals of its rows."""
-        if errors:
-            records = b"".join(error.as_json() for error in errors)
-            self.store.put(f"errors/part-{shard_id}.jsonl", records)
-        data = self._parquet(rows) if self.format == "parquet" else _jsonl(rows)
-        self.store.put(self.part_key(shard_id), data)
-        return totals_of(row.columns for row in rows)
+    def generations(self) -> Iterator[Part]:
+        """Every part that is written."""
+        for key in self.store.keys("data/part-"):
+            if key.endswith(self._extension) and (match := _NAME.fullmatch(key.removeprefix("data/"))):
+                yield Part(match[1], int(match[2] or 1))
 
-    def read_totals(self, shard_id: str) -> Totals:
+    def write(
+        self, part: Part, rows: Rows, errors: Sequence[ErrorRecord], base: Base | None = None
+    ) -> Totals:
+        """Put the error records and then the part; the totals of `rows`.
+
+        With a base, its other rows and their error records come along.
+        """
+        records = b"".join(error.as_json() for error in errors)
+        data = self._format.encode(rows.columns, rows.carried)
+        if base is not None:
+            old = self.store.get(self.part_key(base.part))
+            data = self._format.merge(old, data, base.places)
+            records = self._errors_kept(base) + records
+        if records:
+            self.store.put(part.errors_key, records)
+        elif self.store.exists(part.errors_key):
+            # An attempt that died before its commit may have had errors where this one has none.
+            self.store.delete(part.errors_key)
+        self.store.put(self.part_key(part), data)
+        return totals_of_columns(rows.columns)
+
+    def read_totals(self, part: Part) -> Totals:
         """The totals of a written part."""
-        return totals_of(self._records(shard_id, _COUNTED))
+        return totals_of(self.read(part, COUNTED))
 
-    def custom_ids(self, shard_id: str) -> Iterator[str]:
+    def read(self, part: Part, names: Sequence[str]) -> list[dict[str, Any]]:
+        """At least these columns of a written part's rows."""
+        return self._format.records(self.store.get(self.part_key(part)), names)
+
+    def custom_ids(self, part: Part) -> Iterator[str]:
         """The custom_ids of a written part, where rows have one."""
-        for record in self._records(shard_id, ("custom_id",)):
+        for record in self.read(part, ("custom_id",)):
             if record["custom_id"] is not None:
                 yield record["custom_id"]
 
-    def _records(self, shard_id: str, columns: Sequence[str]) -> list[dict[str, Any]]:
-        data = self.store.get(self.part_key(shard_id))
-        if self.format == "jsonl":
-            return [orjson.loads(line) for line in data.split(b"\n") if line]
-        records: list[dict[str, Any]] = pq.read_table(io.BytesIO(data), columns=list(columns)).to_pylist()
-        return records
+    def error_lines(self, part: Part) -> list[bytes]:
+        """The error records of a part, as they stand in its file."""
+        if not self.store.exists(part.errors_key):
+            return []
+        return [line + b"\n" for line in self.store.get(part.errors_key).split(b"\n") if line]
 
-    def _parquet(self, rows: Sequence[OutputRow]) -> bytes:
-        schema = output_schema(self.carried)
-        records = [{**row.columns, **carried_columns(_with_logprobs(row), self.carried)} for row in rows]
-        sink = io.BytesIO()
-        pq.write_table(pa.Table.from_pylist(records, schema=schema), sink, compression="zstd")
-        return sink.getvalue()
+    @property
+    def _extension(self) -> str:
+        return "parquet" if self.format == "parquet" else "jsonl"
 
+    @property
+    def _format(self) -> PartFormat:
+        return part_format(self.format, self.carried)
 
-def _with_logprobs(row: OutputRow) -> dict[str, Any]:
-    return {**row.carried, "logprobs": row.logprobs} if row.logprobs is not None else dict(row.carried)
-
-
-def _jsonl(rows: Sequence[OutputRow]) -> bytes:
-    """JSON lines; costs as numbers, which hold 12 decimals exactly up to a thousand dollars a row."""
-    return b"".join(
-        orjson.dumps(
-            {**row.columns, "cost_usd": float(row.columns["cost_usd"]), **_with_logprobs(row)},
-            option=orjson.OPT_APPEND_NEWLINE,
-        )
-        for row in rows
-    )
+    def _errors_kept(self, base: Base) -> bytes:
+        """The error records of the base's rows that are not done again."""
+        rows = self.read(base.part, ("row_id",))
+        replaced = {rows[place]["row_id"] for place in base.places}
+        lines = self.error_lines(base.part)
+        return b"".join(line for line in lines if orjson.loads(line)["row_id"] not in replaced)

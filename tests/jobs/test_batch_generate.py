@@ -227,3 +227,33 @@ def test_kill_9_in_the_middle_and_the_same_command_again(
     assert answers(work) == answers(undisturbed)
     assert last_line(again)["rows_ok"] == last_line(whole)["rows_ok"] == 100
     assert last_line(again)["completion_tokens"] == last_line(whole)["completion_tokens"]
+
+
+def test_a_budget_stops_a_job_a_higher_one_goes_on_and_repaired_lines_fill_the_gaps(tree: Path, work: Path):
+    lines = jsonl(prompts(60)).splitlines(keepends=True)
+    lines[20] = b'{"prompt": 20, "custom_id": "c20"}\n'
+    (work / "in.jsonl").write_bytes(b"".join(lines))
+    stopped = run(tree, work, "--set", "budget_usd=0.0000001", "--set", "actors.shards_in_flight=1")
+    assert stopped.returncode == 3, stopped.stderr
+    assert stopped.stdout == ""
+    assert "budget_usd = 0.0000001 is reached" in stopped.stderr
+    assert "the same command with a higher budget_usd goes on" in stopped.stderr
+    before = parts_of(work)
+    assert 0 < len(before) < 12
+    done = run(tree, work, "--set", "budget_usd=10")
+    assert done.returncode == 0, done.stderr
+    assert (last_line(done)["rows_ok"], last_line(done)["rows_error"]) == (59, 1)
+    assert parts_of(work).items() >= before.items()
+    kept = {row["row_id"]: row for row in output_rows(work / "out")}
+
+    (record,) = error_records(work / "out")
+    (work / "fixed.jsonl").write_bytes(jsonl([{**record, "raw": {"prompt": "twenty", "custom_id": "c20"}}]))
+    repaired = run(tree, work, "--input", str(work / "fixed.jsonl"))
+    assert repaired.returncode == 0, repaired.stderr
+    assert (last_line(repaired)["rows_ok"], last_line(repaired)["rows_error"]) == (60, 0)
+    rows = output_rows(work / "out")
+    assert [row["row_id"] for row in rows if row != kept[row["row_id"]]] == [record["row_id"]]
+    assert len(rows) == 60
+    assert error_records(work / "out") == []
+    # And the first command finds its job complete.
+    assert last_line(run(tree, work))["rows_ok"] == 60

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +18,7 @@ from dflash_engine.config import EngineConfig
 from dflash_engine.errors import ConfigError, EngineDead
 from dflash_engine.fake import FakeEngine
 from dflash_engine.request import Request, Result
-from pipelines.batch import dry_run, run_batch
+from pipelines.batch import run_batch
 from pipelines.config import BatchConfig, ShardConfig
 from pipelines.errors import JobError, JobRefused
 from pipelines.inputs import Input
@@ -149,11 +150,54 @@ def test_an_input_without_rows_gives_an_empty_job(tmp_path: Path):
     assert (summary.totals.rows, summary.parts, summary.exit_code) == (0, 0, 0)
 
 
-def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path):
-    (tmp_path / "in").write_bytes(jsonl([*prompts(40), {"prompt": 3}, [1]]))
-    summary = dry_run(job(tmp_path))
-    assert (summary.totals.rows_ok, summary.totals.rows_error) == (40, 2)
-    assert not (tmp_path / "out").exists()
+def test_a_request_that_is_in_a_shard_twice_is_computed_once_and_billed_once(tmp_path: Path):
+    rows = [{"prompt": "the same question", "custom_id": str(number)} for number in range(8)]
+    (tmp_path / "in").write_bytes(jsonl([*rows, *prompts(2)]))
+    plain = run(job(tmp_path, output=str(tmp_path / "plain")))
+    summary = run(job(tmp_path, dedupe=True))
+    # The end of an input is cut finer, and each shard computes for itself.
+    copied = summary.totals.rows_copied
+    assert plain.totals.rows_copied == 0 and 1 <= copied <= 7
+    found = {row["row_id"]: row for row in output_rows(tmp_path / "out")}
+    for row in output_rows(tmp_path / "plain"):
+        same = ("text", "completion_tokens", "steps", "custom_id")
+        assert [row[name] for name in same] == [found[row["row_id"]][name] for name in same]
+    paid = [row for row in found.values() if row["cost_usd"]]
+    assert len(paid) == 10 - copied and summary.totals.cost_usd < plain.totals.cost_usd
+    same_tokens = next(row["completion_tokens"] for row in paid if row["custom_id"] == "0")
+    assert summary.totals.copied_tokens == copied * same_tokens
+
+
+def test_token_ids_stand_in_columns_of_their_own(tmp_path: Path):
+    (tmp_path / "in").write_bytes(jsonl([{"prompt": "one two", "token_ids": "mine"}, {"prompt": 3}]))
+    run(job(tmp_path, output_token_ids=True))
+    [path] = (tmp_path / "out" / "data").iterdir()
+    table = pq.read_table(path)
+    assert table.schema.field("token_ids").type == pa.list_(pa.int32())
+    answered, failed = table.to_pylist()
+    assert len(answered["token_ids"]) == answered["completion_tokens"]
+    assert len(answered["prompt_token_ids"]) == answered["prompt_tokens"]
+    assert failed["token_ids"] is None and failed["prompt_token_ids"] is None
+    assert answered["input_token_ids"] == "mine"
+
+
+def test_parts_can_be_lines_of_the_batch_api(tmp_path: Path):
+    lines = [
+        {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Say"}},
+        {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions",
+         "body": {"messages": [{"role": "user", "content": "Hi"}]}},
+        {"custom_id": "c", "method": "POST", "url": "/v1/embeddings", "body": {}},
+    ]  # fmt: skip
+    (tmp_path / "in").write_bytes(jsonl(lines))
+    summary = run(job(tmp_path, format="openai"))
+    assert (summary.totals.rows_ok, summary.totals.rows_error) == (2, 1)
+    [path] = (tmp_path / "out" / "data").iterdir()
+    assert path.suffix == ".jsonl"
+    found = {row["custom_id"]: row for row in map(orjson.loads, path.read_bytes().splitlines())}
+    assert found["a"]["response"]["body"]["object"] == "text_completion"
+    assert found["b"]["response"]["body"]["object"] == "chat.completion"
+    assert found["c"]["response"]["status_code"] == 400
+    assert run(job(tmp_path, format="openai")).totals == summary.totals
 
 
 def test_an_output_that_holds_the_input_is_refused(tmp_path: Path):

@@ -13,12 +13,14 @@ import pytest
 from dflash_engine.config import EngineConfig
 from dflash_engine.errors import ConfigError, EngineDead
 from dflash_engine.fake import STEP_NS, FakeEngine
-from dflash_engine.request import Request, Result, TokenLogprob
-from pipelines.config import ShardConfig
+from dflash_engine.request import Request, Result, SamplingParams, TokenLogprob
+from pipelines.admission import Admission
+from pipelines.config import ShardConfig, TriesConfig
 from pipelines.cost import CPU, Price, PriceTable
 from pipelines.engines import EngineFactory, open_engine
+from pipelines.errors import JobError
 from pipelines.generate import QUEUED_PER_SEQUENCE, Generate, GenerateSpec
-from pipelines.job import check_fingerprint
+from pipelines.job import JOB_KEY, check_fingerprint
 from pipelines.receipt import Receipt, receipt_from_record
 from pipelines.rows import seed_for
 from pipelines.storage import LocalStore
@@ -42,8 +44,14 @@ def spec(output: Path, **changes: Any) -> GenerateSpec:
         "job_seed": 0,
         "actors": 1,
         "use_gpu": False,
+        "tries": TriesConfig(),
+        "redos": {},
+        "defaults": SamplingParams(),
     }
-    return GenerateSpec(**{**values, **changes})
+    values |= changes
+    store = values["writer"].store
+    store.put(JOB_KEY, b"{}")
+    return GenerateSpec(**{"admission": Admission(values["writer"], None), **values})
 
 
 def shards_of(tmp_path: Path, rows: list[Any], size: int = 100) -> list[dict[str, Any]]:
@@ -61,6 +69,20 @@ def generated(
         return await asyncio.gather(*(actor(shard) for shard in shards))
 
     return [receipt_from_record(record) for record in asyncio.run(run())]
+
+
+class Exited(SystemExit):
+    """Stands for the end of a process: asyncio lets nothing run after it."""
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that would end raises `Exited` instead."""
+
+    def leave(code: int) -> None:
+        raise Exited(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
 
 
 class Watched(FakeEngine):
@@ -183,7 +205,7 @@ def test_a_shard_that_is_written_is_passed_over(tmp_path: Path, output: Path):
     part = next((output / "data").iterdir())
     before = (part.stat().st_mtime_ns, part.read_bytes())
     receipts = generated(spec(output), shards)
-    assert [receipt.already_written for receipt in receipts] == [True] + [False] * (len(shards) - 1)
+    assert sum(receipt.totals.rows_ok for receipt in receipts) == 20
     assert (part.stat().st_mtime_ns, part.read_bytes()) == before
 
 
@@ -203,12 +225,55 @@ def test_an_engine_that_cannot_start_fails_every_call_after_one_try(tmp_path: Pa
     assert not (output / "data").exists()
 
 
-def test_an_engine_that_breaks_at_the_start_ends_the_job(tmp_path: Path, output: Path):
+def test_an_engine_that_breaks_at_the_start_is_tried_in_new_processes_and_then_ends_the_job(
+    tmp_path: Path, output: Path, exits: None
+):
     def factory(config: EngineConfig) -> FakeEngine:
         raise MemoryError("too big")
 
-    (receipt,) = generated(spec(output), shards_of(tmp_path, [{"prompt": "a"}]), factory)
-    assert (receipt.failure, receipt.exit_code) == ("the engine did not start: MemoryError: too big", 1)
+    what = spec(output, tries=TriesConfig(start=3))
+    shards = shards_of(tmp_path, [{"prompt": "a"}])
+    for _ in range(2):
+        with pytest.raises(Exited, match="1"):
+            generated(what, shards, factory)
+    (receipt,) = generated(what, shards, factory)
+    assert receipt.exit_code == 1
+    assert receipt.failure == "the engine did not start in 3 tries: MemoryError: too big"
+    # And nothing is admitted any more, whoever asks.
+    assert generated(what, shards)[0].failure == receipt.failure
+
+
+def test_a_process_that_dies_while_it_loads_is_not_started_for_ever(
+    tmp_path: Path, output: Path, exits: None
+):
+    def factory(config: EngineConfig) -> FakeEngine:
+        raise Exited(9)
+
+    what = spec(output, tries=TriesConfig(start=2))
+    shards = shards_of(tmp_path, [{"prompt": "a"}])
+    for _ in range(2):
+        with pytest.raises(Exited, match="9"):
+            generated(what, shards, factory)
+    (receipt,) = generated(what, shards, factory)
+    assert receipt.failure == (
+        f"the engine did not start in 2 tries: process {os.getpid()} died while it was loading, without a "
+        "word: killed from outside, most often for want of memory"
+    )
+
+
+def test_starts_that_failed_count_no_more_once_an_engine_has_started(
+    tmp_path: Path, output: Path, exits: None
+):
+    def broken(config: EngineConfig) -> FakeEngine:
+        raise MemoryError("another process has not gone yet")
+
+    what = spec(output, tries=TriesConfig(start=2))
+    shards = shards_of(tmp_path, [{"prompt": str(number)} for number in range(6)], size=1)
+    for shard in shards:
+        with pytest.raises(Exited):
+            generated(what, [shard], broken)
+        (receipt,) = generated(what, [shard])
+        assert receipt.totals.rows_ok == 1
 
 
 def test_an_engine_with_another_fingerprint_is_refused(tmp_path: Path, output: Path):
@@ -244,23 +309,27 @@ def test_a_row_that_upsets_the_engine_is_an_error_row(tmp_path: Path, output: Pa
     (receipt,) = generated(spec(output), shards_of(tmp_path, [{"prompt": "odd"}, {"prompt": "even"}]), Upset)
     assert (receipt.totals.rows_ok, receipt.totals.rows_error) == (1, 1)
     assert output_rows(output)[0]["error_type"] == "internal_error"
-    assert output_rows(output)[0]["error_message"] == "RuntimeError: cannot template this"
+    assert output_rows(output)[0]["error_message"] == "RuntimeError: cannot template this (3 tries)"
+    assert receipt.first_error == "RuntimeError: cannot template this (3 tries)"
 
 
-def test_a_dead_engine_ends_the_process_and_leaves_no_part(
-    tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch
-):
-    class Exited(BaseException):
-        pass
+def test_a_row_at_which_the_engine_fails_once_is_answered(tmp_path: Path, output: Path):
+    class Moody(Watched):
+        async def generate(self, request: Request) -> Result:
+            if len(self.requests) < 2:
+                self.requests.append(request)
+                raise RuntimeError("not now")
+            return await super().generate(request)
 
-    def leave(code: int) -> None:
-        raise Exited(code)
+    (receipt,) = generated(spec(output), shards_of(tmp_path, [{"prompt": "a"}]), Moody)
+    assert (receipt.totals.rows_ok, receipt.totals.rows_error) == (1, 0)
 
+
+def test_a_dead_engine_ends_the_process_and_leaves_no_part(tmp_path: Path, output: Path, exits: None):
     class Dying(FakeEngine):
         async def generate(self, request: Request) -> Result:
             raise EngineDead("a step failed")
 
-    monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(Exited, match="1"):
         generated(spec(output), shards_of(tmp_path, [{"prompt": "a"}]), Dying)
     assert not (output / "data").exists()
@@ -279,3 +348,129 @@ def test_log_probabilities_are_kept_where_they_were_asked_for(tmp_path: Path, ou
     (row,) = output_rows(output)
     told = row["logprobs"] if form == "jsonl" else row["extra"]
     assert '"logprob":-0.5' in str(told).replace("'", '"').replace(" ", "")
+
+
+class Poisoned(FakeEngine):
+    """Dies of a prompt with the word poison in it, once others are in as well."""
+
+    async def generate(self, request: Request) -> Result:
+        assert request.messages
+        if "poison" in request.messages[0].content:
+            await asyncio.sleep(0)
+            raise EngineDead("an illegal address")
+        return await super().generate(request)
+
+
+def until_done(
+    what: GenerateSpec, shards: list[dict[str, Any]], factory: EngineFactory
+) -> list[list[Receipt]]:
+    """What Ray does: actors one after the other, each until it dies, then all shards in flight again."""
+    lives = []
+    while True:
+        try:
+            lives.append(generated(what, shards, factory))
+        except Exited:
+            lives.append([])
+            continue
+        return lives
+
+
+def test_a_row_that_kills_the_engine_gets_an_error_row_and_all_others_their_answers(
+    tmp_path: Path, output: Path, exits: None
+):
+    rows = [{"prompt": f"question {number}"} for number in range(60)]
+    shards = shards_of(tmp_path, rows, size=20)
+    until_done(spec(output / "healthy"), shards, open_engine)
+    wanted = {row["row_id"]: row["text"] for row in output_rows(output / "healthy")}
+    rows[33] = {"prompt": "poison!!!!!"}
+    shards = shards_of(tmp_path, rows, size=20)
+    lives = until_done(spec(output / "hurt"), shards, Poisoned)
+    found = {row["row_id"]: row for row in output_rows(output / "hurt")}
+    assert len(output_rows(output / "hurt")) == 60
+    (bad,) = (row for row in found.values() if row["status"] == "error")
+    assert (bad["row_id"], bad["error_type"]) == (list(found)[33], "engine_crash")
+    assert bad["error_message"] == (
+        "the engine died 2 times while this row was alone in it: EngineDead: an illegal address"
+    )
+    assert {row_id: row["text"] for row_id, row in found.items() if row is not bad} == {
+        row_id: text for row_id, text in wanted.items() if row_id != bad["row_id"]
+    }
+    (record,) = error_records(output / "hurt")
+    assert record["raw"] == '{"prompt":"poison!!!!!"}'
+    # In company, alone, in a group, as a single row twice.
+    assert len(lives) - 1 <= 5
+    assert not list(LocalStore(output / "hurt").keys("_attempts/"))
+
+
+def test_attempts_are_known_to_a_run_whose_driver_was_killed_too(tmp_path: Path, output: Path, exits: None):
+    shards = shards_of(tmp_path, [{"prompt": "poison"}, {"prompt": "fine"}])
+    deaths = 0
+    while True:
+        # Nothing is handed from run to run but the output.
+        what = spec(output)
+        for _ in range(2):
+            try:
+                (receipt,) = generated(what, shards, Poisoned)
+            except Exited:
+                deaths += 1
+            else:
+                assert (receipt.totals.rows_ok, receipt.totals.rows_error) == (1, 1)
+                assert deaths < 10
+                return
+
+
+def test_a_shard_that_died_in_company_is_alone_in_the_engine_when_it_is_done_again(
+    tmp_path: Path, output: Path, exits: None
+):
+    class Pair(FakeEngine):
+        """Dies in its first life when two rows are in it, and in its second one when one is."""
+
+        lives = 0
+
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            Pair.lives += 1
+            self.rows = 0
+            self.both = asyncio.Event()
+
+        async def generate(self, request: Request) -> Result:
+            self.rows += 1
+            if Pair.lives == 1 and self.rows < 2:
+                await self.both.wait()
+            self.both.set()
+            if Pair.lives < 3:
+                raise EngineDead("died")
+            await asyncio.sleep(0)
+            assert self.rows == 1
+            self.rows -= 1
+            return await super().generate(request)
+
+    shards = shards_of(tmp_path, [{"prompt": f"{number}"} for number in range(2)], size=1)
+    lives = until_done(spec(output), shards, Pair)
+    assert [len(life) for life in lives] == [0, 0, 2]
+    assert sum(receipt.totals.rows_ok for receipt in lives[-1]) == 2
+
+
+def test_a_store_that_is_away_for_a_moment_costs_no_shard(
+    tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("pipelines.generate.WRITE_WAIT_S", 0.0)
+    failures = [JobError("timed out"), JobError("timed out")]
+
+    class Away(LocalStore):
+        def put(self, key: str, data: bytes) -> None:
+            super().put(key, data)
+            if key.startswith("data/") and failures:
+                raise failures.pop()
+
+    what = spec(output, writer=PartWriter(Away(output), "parquet", {}))
+    (receipt,) = generated(what, shards_of(tmp_path, [{"prompt": "a"}]))
+    assert (receipt.failure, receipt.totals.rows_ok, failures) == (None, 1, [])
+
+
+def test_a_node_that_does_not_see_the_output_is_refused(tmp_path: Path, output: Path):
+    what = spec(output)
+    (output / JOB_KEY).unlink()
+    (receipt,) = generated(what, shards_of(tmp_path, [{"prompt": "a"}]))
+    assert receipt.exit_code == 2
+    assert "must be on a disk that all nodes share" in (receipt.failure or "")

@@ -12,7 +12,7 @@ import pytest
 
 from pipelines.config import BatchConfig, ShardConfig
 from pipelines.generate import Generate
-from pipelines.manifest import count_duplicates, read_summary, write_manifest
+from pipelines.manifest import count_duplicates, read_manifest, write_manifest
 from pipelines.storage import LocalStore
 from pipelines.write import PartWriter
 from tests.pipelines.helpers import jsonl, output_rows, read_shards
@@ -57,12 +57,12 @@ def test_totals_parts_and_duplicates(writer: PartWriter, tmp_path: Path):
 
 def test_a_manifest_that_is_there_stays_and_gives_the_same_summary(writer: PartWriter, tmp_path: Path):
     config = BatchConfig(input="in", output=str(tmp_path / "out"))
-    assert read_summary(writer.store) is None
+    assert read_manifest(writer.store) is None
     summary = write_manifest(writer, config, PRICES, 2.5)
     write_manifest(writer, config, PRICES, 99.0)
-    assert read_summary(writer.store) == summary
+    assert read_manifest(writer.store).summary == summary
 
 
 @pytest.mark.parametrize("max_hashes", [1, 7, 1000])
 def test_duplicates_are_counted_alike_in_bounded_memory(writer: PartWriter, max_hashes: int):
-    assert count_duplicates(writer, writer.written_shards(), len(ROWS), max_hashes) == 12
+    assert count_duplicates(writer, writer.parts(), len(ROWS), max_hashes) == 12

@@ -1,0 +1,55 @@
+"""Log probabilities in OpenAI's two forms. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dflash_engine.request import TokenLogprob
+
+MIN_LOGPROB = -9999.0
+"""OpenAI's word for very unlikely; JSON knows no infinity."""
+
+TokenBytes = Callable[[int], bytes]
+
+
+def chat_logprobs(items: Sequence[TokenLogprob], token_bytes: TokenBytes) -> list[dict[str, Any]]:
+    return [
+        {
+            **_token(item.token, item.logprob, token_bytes),
+            "top_logprobs": [_token(token, logprob, token_bytes) for token, logprob in item.top],
+        }
+        for item in items
+    ]
+
+
+def text_logprobs(
+    items: Sequence[TokenLogprob], token_bytes: TokenBytes, start: int = 0
+) -> dict[str, list[Any]]:
+    """`text_offset` counts characters from `start`, where the answer's text begins."""
+    tokens = [_name(token_bytes(item.token)) for item in items]
+    offsets = []
+    for token in tokens:
+        offsets.append(start)
+        start += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_finite(item.logprob) for item in items],
+        "top_logprobs": [
+            {_name(token_bytes(token)): _finite(logprob) for token, logprob in item.top} for item in items
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _token(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
+    raw = token_bytes(token)
+    return {"token": _name(raw), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _name(raw: bytes) -> str:
+    return raw.decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)
