@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dflash_engine.grammar import Grammar
 from dflash_engine.plan import RowCommit, RowOutput, RowPlan
 from dflash_engine.request import FinishReason, Request, Result, TokenLogprob, Usage
 from dflash_engine.stops import StopWatcher
@@ -18,6 +19,7 @@ class Prepared:
     prompt: tuple[int, ...]
     max_tokens: int
     seed: int
+    grammar: Grammar | None = None
 
 
 class Advance(NamedTuple):

@@ -1,14 +1,15 @@
 """The target's choice at a position: a pure function of the logits there, the request and the position.
 
-Order: logit bias, penalties, temperature, min-p, top-k, top-p, then the best token; with a temperature,
-the best after Gumbel noise is added (Gumbel-max: the same distribution as drawing from the softmax).
+Order: grammar, logit bias, penalties, temperature, min-p, top-k, top-p, then the best token; with a
+temperature, the best after Gumbel noise is added (Gumbel-max: the same distribution as drawing from the
+softmax).
 The noise is a hash of (seed, position, token), so it is there again whenever a position is looked at,
 with or without a draft, in whatever batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -59,9 +60,17 @@ class History:
 
 
 def choose(
-    logits: Tensor, sampling: SamplingParams, seed: int, position: int, history: History | None
+    logits: Tensor,
+    sampling: SamplingParams,
+    seed: int,
+    position: int,
+    history: History | None,
+    allowed: Tensor | None = None,
 ) -> int:
-    """The token for `position` from float32 logits [V]; `history` where the request has penalties."""
+    """The token for `position` from float32 logits [V]; `history` where the request has penalties, `allowed`
+    bool [V] where it has a grammar."""
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed.to(logits.device), -torch.inf)
     scores = _biased(logits, sampling)
     if history is not None:
         scores = _penalised(scores, sampling, history)
@@ -73,16 +82,26 @@ def choose(
 
 
 def guess(
-    logits: Tensor, best: Sequence[int], sampling: SamplingParams, seed: int, position: int
+    logits: Tensor,
+    best: Sequence[int],
+    sampling: SamplingParams,
+    seed: int,
+    position: int,
+    allowed: Callable[[Sequence[int]], Tensor] | None = None,
 ) -> list[int]:
     """The draft's tokens for positions from `position` on, from float32 logits [n, V] and their argmax.
 
-    It uses the target's noise: under verification by equality that only makes it right more often.
+    `allowed` gives bool [V] behind the tokens guessed so far, where the request has a grammar. The noise is
+    the target's: under verification by equality that only makes the guesses right more often.
     """
-    if sampling.greedy and not sampling.logit_bias:
+    if sampling.greedy and not sampling.logit_bias and allowed is None:
         return list(best)
     plain = SamplingParams(temperature=sampling.temperature, logit_bias=sampling.logit_bias)
-    return [choose(row, plain, seed, position + offset, None) for offset, row in enumerate(logits)]
+    guesses: list[int] = []
+    for offset, row in enumerate(logits):
+        mask = None if allowed is None else allowed(guesses)
+        guesses.append(choose(row, plain, seed, position + offset, None, mask))
+    return guesses
 
 
 def logprob(logits: Tensor, token: int, num_top: int) -> TokenLogprob:

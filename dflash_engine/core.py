@@ -44,6 +44,7 @@ class EngineCore:
         self._model = parts.model
         self._eos_token_ids = parts.eos_token_ids
         self._tokenizer = parts.tokenizer
+        self._grammars = parts.grammars
         self._scheduler = parts.scheduler
         self._pipeline = Pipeline(parts.runner)
         self._policy = parts.policy
@@ -61,7 +62,8 @@ class EngineCore:
         return bool(self._answers) or self._pipeline.in_flight > 0
 
     def prepare(self, request: Request) -> Prepared:
-        """Tokenises and checks; may be called from any thread. Raises `RequestError`."""
+        """Tokenises, checks, and compiles a grammar that is new; may be called from any thread. Raises
+        `RequestError`."""
         if request.messages is not None:
             prompt = self._tokenizer.encode_chat(request.messages)
         elif request.text is not None:
@@ -76,7 +78,9 @@ class EngineCore:
             )
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(63)
         max_tokens = min(request.sampling.max_tokens or self.config.default_max_tokens, room)
-        return Prepared(request, tuple(prompt), max_tokens, seed)
+        text = request.sampling.grammar
+        grammar = self._grammars.compile(text) if text is not None else None
+        return Prepared(request, tuple(prompt), max_tokens, seed, grammar)
 
     def add(self, prepared: Prepared) -> int:
         """Queues a request and returns its sequence id."""
@@ -85,6 +89,8 @@ class EngineCore:
         watcher = StopWatcher(self._tokenizer.stream(), sampling, self._eos_token_ids, prepared.max_tokens)
         request_id = prepared.request.request_id or f"request-{seq_id}"
         self._answers[seq_id] = Answer(request_id, prepared, watcher)
+        if prepared.grammar is not None:
+            self._grammars.begin(seq_id, prepared.grammar)
         self._scheduler.add(
             seq_id, prepared.prompt, prepared.max_tokens, sampling, prepared.seed, prepared.request.priority
         )
@@ -170,6 +176,7 @@ class EngineCore:
     def _end(self, seq_id: int) -> Answer:
         if self._policy is not None:
             self._policy.forget(seq_id)
+        self._grammars.end(seq_id)
         return self._answers.pop(seq_id)
 
     def _learn(

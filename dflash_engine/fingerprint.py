@@ -41,6 +41,8 @@ class Fingerprint:
     torch: str
     triton: str
     """Empty where triton is not used."""
+    grammars: str
+    """Version of the library that says which tokens a grammar allows; empty where there is none."""
 
     @property
     def digest(self) -> str:

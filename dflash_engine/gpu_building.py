@@ -17,6 +17,7 @@ from dflash_engine.device_round import DeviceRound
 from dflash_engine.draft_policy import DraftPolicy
 from dflash_engine.gguf_file import cache_folder
 from dflash_engine.gpu_runner import GpuRunner
+from dflash_engine.grammars import Grammars
 from dflash_engine.graphs import Graphs
 from dflash_engine.kv_cache import Caches, KVCache
 from dflash_engine.models.draft import DraftModel
@@ -70,10 +71,12 @@ def build(
     block_length: int,
     rank: Rank = ALONE,
     times_key: TimesKey | None = None,
+    grammars: Grammars | None = None,
 ) -> GpuParts:
     """Raises `ConfigError` with the numbers where the KV caches do not fit.
 
-    `times_key` says for what measured times hold; those of an earlier start with the same key are used.
+    `times_key` says for what measured times hold; those of an earlier start with the same key are used;
+    `grammars` are those of the rank that chooses.
 
     Of several ranks the first one measures, and the others have to follow it then.
     """
@@ -88,12 +91,14 @@ def build(
         kv_cache.num_blocks(config, shapes, models.dtype, models.device, positions, workspace)
     )
     device_round, caches = _round(config, models, slots, layout, block_length, num_blocks)
+    alone = rank.shard.size == 1
+    on_host = Runner(models.target, models.draft, caches, block_length, models.device, grammars, alone)
     runner = GpuRunner(
         device_round,
         slots,
         layout,
         Graphs(models.device, enabled=config.cuda_graphs),
-        Runner(models.target, models.draft, caches, block_length, models.device).execute,
+        on_host.execute,
         (models.target.share.num_heads, models.target.share.num_kv_heads),
         models.device,
         rank.followers,

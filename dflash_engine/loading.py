@@ -19,6 +19,7 @@ from dflash_engine.draft_policy import DraftPolicy
 from dflash_engine.errors import ConfigError
 from dflash_engine.fingerprint import Fingerprint, device_kind, triton_version, weights_digest
 from dflash_engine.gpu_building import GpuParts, Models, build
+from dflash_engine.grammars import Grammars, grammar_version
 from dflash_engine.kv_cache import Caches, KVCache
 from dflash_engine.leading import LeadingRunner
 from dflash_engine.memory import MemoryReport, memory_report
@@ -43,6 +44,7 @@ class Parts:
     """What an engine core is made of."""
 
     tokenizer: Tokenizer | NoTokenizer
+    grammars: Grammars
     scheduler: Scheduler
     runner: Executor | Launcher
     policy: DraftPolicy | None
@@ -111,14 +113,18 @@ def build_runner(
     loaded: Loaded,
     rank: Rank,
     fingerprint: Fingerprint | None = None,
+    grammars: Grammars | None = None,
 ) -> GpuParts | HostParts:
-    """Caches and a runner, once all ranks have their models. Raises `ConfigError`."""
+    """Caches and a runner, once all ranks have their models; `grammars` for the rank that chooses.
+
+    Raises `ConfigError`.
+    """
     # From here on ranks wait for each other on the device, where no error reaches them.
     rank.agree(0)
     if loaded.ahead:
         key = _times_key(sources, loaded, fingerprint) if fingerprint is not None else None
-        return build(config, loaded.models, loaded.limits, sources.block_length, rank, key)
-    return _on_host(config, loaded.models, sources.block_length, loaded.length, rank)
+        return build(config, loaded.models, loaded.limits, sources.block_length, rank, key, grammars)
+    return _on_host(config, loaded.models, sources.block_length, loaded.length, rank, grammars)
 
 
 def _load(config: EngineConfig, sources: Sources, rank: Rank) -> Parts:
@@ -133,15 +139,19 @@ def _load(config: EngineConfig, sources: Sources, rank: Rank) -> Parts:
         tensor_parallel_size=config.tensor_parallel_size,
         torch=torch.__version__,
         triton=triton_version(),
+        grammars=grammar_version(),
     )
-    built = build_runner(config, sources, loaded, rank, fingerprint)
+    tokenizer = Tokenizer.load(folder) if config.weights == "checkpoint" else NoTokenizer()
+    eos_token_ids = tuple(sorted({*model.eos_token_ids, *tokenizer.eos_token_ids}))
+    grammars = Grammars(tokenizer, model.vocab_size, eos_token_ids)
+    built = build_runner(config, sources, loaded, rank, fingerprint, grammars)
     used_draft = models.draft.share if models.draft is not None else None
     kv_tokens = built.num_blocks * config.kv_block_size
     memory = memory_report(models.target.share, used_draft, models.dtype, kv_tokens)
     _log(config, sources.draft_folder, ops, models.device, sources.block_length, memory)
-    tokenizer = Tokenizer.load(folder) if config.weights == "checkpoint" else NoTokenizer()
     return Parts(
         tokenizer=tokenizer,
+        grammars=grammars,
         scheduler=Scheduler(
             num_blocks=built.num_blocks,
             block_size=config.kv_block_size,
@@ -157,7 +167,7 @@ def _load(config: EngineConfig, sources: Sources, rank: Rank) -> Parts:
         runner=built.runner,
         policy=built.policy,
         model=model,
-        eos_token_ids=tuple(sorted({*model.eos_token_ids, *tokenizer.eos_token_ids})),
+        eos_token_ids=eos_token_ids,
         max_model_len=sources.max_model_len,
         block_length=sources.block_length,
         fingerprint=fingerprint,
@@ -194,14 +204,22 @@ class HostParts:
     max_mixed_tokens: int | None = None
 
 
-def _on_host(config: EngineConfig, models: Models, block_length: int, length: int, rank: Rank) -> HostParts:
+def _on_host(
+    config: EngineConfig,
+    models: Models,
+    block_length: int,
+    length: int,
+    rank: Rank,
+    grammars: Grammars | None,
+) -> HostParts:
     parts = [part for part in (models.target, models.draft) if part is not None]
     dtype, device, size = models.dtype, models.device, config.kv_block_size
     shapes = [part.kv_shape for part in parts]
     num_blocks = rank.agree(kv_cache.num_blocks(config, shapes, dtype, device, length))
     pools = [KVCache(part.kv_shape, num_blocks, size, dtype, device) for part in parts]
     caches = Caches(pools[0], pools[1] if models.draft is not None else None, num_blocks, size)
-    runner: Executor = Runner(models.target, models.draft, caches, block_length, device)
+    alone = rank.shard.size == 1
+    runner: Executor = Runner(models.target, models.draft, caches, block_length, device, grammars, alone)
     return HostParts(runner if rank.followers is None else LeadingRunner(runner, rank.followers), num_blocks)
 
 

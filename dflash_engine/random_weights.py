@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_engine.checkpoint import Checkpoint
-from dflash_engine.errors import BadPrompt
+from dflash_engine.errors import BadPrompt, BadSampling
 from dflash_engine.request import Message
 
 STD = 0.02
@@ -51,6 +51,13 @@ class NoTokenizer:
     def encode(self, text: str) -> list[int]:
         """Raises `BadPrompt`."""
         raise BadPrompt("a model with random weights has no tokenizer: give token_ids instead of text")
+
+    def encode_plain(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def token_bytes(self, num_tokens: int) -> list[bytes]:
+        """Raises `BadSampling`."""
+        raise BadSampling("json_schema and regex need a tokenizer, which random weights do not have")
 
     def decode(self, tokens: Sequence[int]) -> str:
         return ""

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dflash_engine.batching import ForwardBatch, Segment, forward_batch
 from dflash_engine.choose import History, choose, guess, logprob
+from dflash_engine.grammar import GrammarState
+from dflash_engine.grammars import Grammars
 from dflash_engine.kv_cache import Caches
 from dflash_engine.models.draft import DraftModel
 from dflash_engine.models.target import TargetModel
@@ -29,8 +31,14 @@ class Runner:
         caches: Caches,
         block_length: int,
         device: torch.device,
+        grammars: Grammars | None = None,
+        alone: bool = True,
     ) -> None:
+        """grammars: with the states of the answers, on the rank that chooses; alone: no other rank drafts the
+        same blocks, without the grammars."""
         self._target = target
+        self._grammars = grammars
+        self._alone = alone
         self._draft = draft
         self._block_size = caches.block_size
         self._block_length = block_length
@@ -80,7 +88,15 @@ class Runner:
         guesses, first = {}, 0
         for row in drafting:
             span = slice(first, first + row.num_draft)
-            guesses[row.seq_id] = guess(logits[span], best[span], row.sampling, row.seed, row.start + 1)
+            state = self._grammar_state(row) if self._alone else None
+            guesses[row.seq_id] = guess(
+                logits[span],
+                best[span],
+                row.sampling,
+                row.seed,
+                row.start + 1,
+                state.allowed if state is not None else None,
+            )
             first = span.stop
         return guesses
 
@@ -108,16 +124,23 @@ class Runner:
 
     def _verify(self, row: RowPlan, guesses: Sequence[int], logits: Tensor, best: Sequence[int]) -> RowOutput:
         sampling = row.sampling
-        simple = sampling.greedy and not sampling.logit_bias and not sampling.penalised
+        grammar = self._grammar_state(row)
+        if sampling.grammar is not None and grammar is None:
+            # Another rank chooses. All guesses count as right here: what is written for wrong ones is written
+            # again before it is read.
+            return RowOutput(row.seq_id, (*guesses, 0), len(guesses))
+        simple = sampling.greedy and not (sampling.logit_bias or sampling.penalised or grammar)
         vocab = logits.shape[1]
         history = History(row.prompt, row.output, vocab, logits.device) if sampling.penalised else None
         position = row.start + len(row.tokens)
         chosen: list[int] = []
         logprobs: list[TokenLogprob] = []
         for index, row_logits in enumerate(logits):
-            token = (
-                best[index] if simple else choose(row_logits, sampling, row.seed, position + index, history)
-            )
+            if simple:
+                token = best[index]
+            else:
+                allowed = grammar.allowed(guesses[:index]) if grammar is not None else None
+                token = choose(row_logits, sampling, row.seed, position + index, history, allowed)
             chosen.append(token)
             if sampling.logprobs is not None:
                 logprobs.append(logprob(row_logits, token, sampling.logprobs))
@@ -126,6 +149,11 @@ class Runner:
             if history is not None:
                 history.push(token)
         return RowOutput(row.seq_id, tuple(chosen), len(guesses), tuple(logprobs))
+
+    def _grammar_state(self, row: RowPlan) -> GrammarState | None:
+        if self._grammars is None or row.sampling.grammar is None:
+            return None
+        return self._grammars.state(row.seq_id, row.output)
 
     def _write_context(
         self,

@@ -106,7 +106,7 @@ class Scheduler:
             seed=seed,
             priority=priority,
             arrival=self._num_arrivals,
-            needs_host=self._rounds_ahead > 0 and sampling.logprobs is not None,
+            needs_host=self._rounds_ahead > 0 and sampling.needs_host,
         )
         self._num_on_host += sequence.needs_host
         self._sequences[seq_id] = sequence

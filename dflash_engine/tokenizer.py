@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from dflash_engine.errors import BadPrompt, ConfigError
+from dflash_engine.errors import BadPrompt, BadSampling, ConfigError
 from dflash_engine.request import Message
 from dflash_engine.stops import TextStream
 
@@ -87,6 +87,19 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the special tokens that the tokenizer adds to a text."""
         return self._encode(text, add_special_tokens=True)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a part of a text, with no special token added."""
+        return self._encode(text, add_special_tokens=False)
+
+    def token_bytes(self, num_tokens: int) -> list[bytes]:
+        """The text of each id below `num_tokens`; none for special tokens and ids that have no text.
+
+        Raises `BadSampling` where a token alone does not decide its bytes.
+        """
+        if self._token_bytes is None:
+            raise BadSampling("json_schema and regex need a byte-level tokenizer, and this model's is none")
+        return [self._token_bytes[token] for token in range(num_tokens)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; special tokens and ids without text give none."""

@@ -21,6 +21,7 @@ FINGERPRINT = Fingerprint(
     tensor_parallel_size=1,
     torch="2.13.0",
     triton="",
+    grammars="1",
 )
 
 

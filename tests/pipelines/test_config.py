@@ -43,7 +43,7 @@ def test_settings_are_typed_by_the_model(path: str):
         ("sampling.top_q=1", "sampling: top_q: unknown setting"),
         ("shard.rows=0", "shard.rows: Input should be greater than or equal to 1"),
         ("shard.rows=many", "shard.rows: Input should be a valid integer"),
-        ("format=csv", "format: Input should be 'parquet' or 'jsonl'"),
+        ("format=csv", "format: Input should be 'parquet', 'jsonl' or 'openai'"),
         ("actors={min: 2, max: 1}", "actors: max = 1 is less than min = 2"),
         ("input=", "input: Input should be a valid string"),
         ("shard", "--set shard: write it as dotted.key=value"),

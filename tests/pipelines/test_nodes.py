@@ -14,17 +14,19 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from dflash_engine.config import EngineConfig
 from pipelines.batch import run_batch
-from pipelines.config import BatchConfig
+from pipelines.config import BatchConfig, ShardConfig
 from tests.pipelines.chaos import Chaos, Fault, among_faults, chaos_factory
 from tests.pipelines.chaos_driver import start_driver
-from tests.pipelines.helpers import jsonl, output_rows, prompts
+from tests.pipelines.helpers import jsonl, output_rows, prompts, read_shards
+from tests.pipelines.test_generate import generated, spec
 
 # Ray Data warns of its own deprecated settings when it sets their defaults.
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.data")]
 
 ROWS = 90
-KEPT = ("custom_id", "status", "text", "finish_reason", "completion_tokens", "cost_usd")
+KEPT = ("custom_id", "status", "text", "finish_reason", "completion_tokens")
 
 
 @contextlib.contextmanager
@@ -44,20 +46,21 @@ def nodes() -> Iterator[Cluster]:
         cluster.shutdown()
 
 
-def connect(cluster: Cluster) -> None:
-    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(jsonl([{**row, "temperature": 1.0, "max_tokens": 12} for row in prompts(ROWS)]))
+    return file
 
 
-def job(tmp_path: Path, output: str, **settings: Any) -> BatchConfig:
-    source = tmp_path / "in.jsonl"
-    source.write_bytes(jsonl([{**row, "temperature": 1.0} for row in prompts(ROWS)]))
-    values: dict[str, Any] = {
-        "engine": {"model": "fake:0.02", "max_num_seqs": 4},
-        "sampling": {"max_tokens": 12},
-        "shard": {"rows": 8},
-        "actors": {"min": 2, "max": 2, "shards_in_flight": 2},
-    }
-    return BatchConfig(input=str(source), output=str(tmp_path / output), **{**values, **settings})
+def job(source: Path, output: Path) -> BatchConfig:
+    return BatchConfig(
+        input=str(source),
+        output=str(output),
+        engine={"model": "fake:0.02", "max_num_seqs": 4},
+        shard={"rows": 8},
+        actors={"min": 2, "max": 2, "shards_in_flight": 2},
+    )
 
 
 def answers(output: Path) -> dict[str, tuple[Any, ...]]:
@@ -67,41 +70,43 @@ def answers(output: Path) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def test_whole_nodes_go_away_the_driver_s_own_included_and_every_row_is_there_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def wanted(source: Path, tmp_path: Path) -> dict[str, tuple[Any, ...]]:
+    """The rows of a job that nothing happens to, without any cluster."""
+    output = tmp_path / "wanted"
+    shards = [shard.as_table().to_pylist()[0] for shard in read_shards(source, ShardConfig(rows=8))]
+    generated(spec(output, engine=EngineConfig(model="fake")), shards)
+    return answers(output)
+
+
+def test_a_node_with_an_engine_goes_away_and_every_row_is_there_once(
+    source: Path, wanted: dict[str, tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    with nodes() as cluster:
-        connect(cluster)
-        log = io.StringIO()
-        run_batch(job(tmp_path, "undisturbed"), log)
-        wanted = answers(tmp_path / "undisturbed")
-        assert "is a path: all 3 nodes must see the same disk there" in log.getvalue()
-
-        # A node with an engine on it, in the middle of the work.
-        folder = tmp_path / "one"
-        folder.mkdir()
-        chaos = Chaos(folder, (Fault("node", "row", 30),))
+    chaos = Chaos(tmp_path, (Fault("node", "row", 30),))
+    config = job(source, tmp_path / "out")
+    log = io.StringIO()
+    with nodes() as cluster, monkeypatch.context() as patch:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         chaos.here_is("node", next(iter(cluster.worker_nodes)).all_processes["raylet"][0].process.pid)
-        config = job(tmp_path, "one/out")
-        with monkeypatch.context() as patch:
-            among_faults(config, chaos, patch)
-            run_batch(config, io.StringIO(), chaos_factory(chaos))
-        assert answers(folder / "out") == wanted
-        assert not (folder / "node.pid").exists()
-        ray.shutdown()
+        among_faults(config, chaos, patch)
+        run_batch(config, log, chaos_factory(chaos))
+    assert not (tmp_path / "node.pid").exists(), "it was not struck"
+    assert answers(tmp_path / "out") == wanted
+    assert "is a path: all 3 nodes must see the same disk there" in log.getvalue()
 
-    # The node of the driver, and with it the cluster's head.
-    folder = tmp_path / "head"
-    folder.mkdir()
-    chaos = Chaos(folder, (Fault("driver", "row", 30),))
-    config = job(tmp_path, "head/out")
+
+def test_the_driver_s_node_goes_away_with_the_head_and_another_cluster_goes_on(
+    source: Path, wanted: dict[str, tuple[Any, ...]], tmp_path: Path
+):
+    chaos = Chaos(tmp_path, (Fault("driver", "row", 30),))
+    config = job(source, tmp_path / "out")
     with nodes() as cluster:
         driver = start_driver(config, chaos, cluster.address)
-        _, log_text = driver.communicate()
-        assert driver.returncode == -signal.SIGKILL, log_text
+        _, log = driver.communicate()
+        assert driver.returncode == -signal.SIGKILL, log
         cluster.remove_node(cluster.head_node, allow_graceful=False)
-    assert not (folder / "out" / "_manifest.json").exists()
+    assert not (tmp_path / "out" / "_manifest.json").exists()
     with nodes() as cluster:
-        connect(cluster)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         run_batch(config, io.StringIO())
-    assert answers(folder / "out") == wanted
+    assert answers(tmp_path / "out") == wanted
