@@ -56,7 +56,10 @@ class AsyncEngine:
         Raises `RequestError` where the request cannot be answered, and `EngineDead`. A caller that stops
         iterating ends its request within one step.
         """
-        prepared = self._core.prepare(request)
+        if request.sampling.grammar is None:
+            prepared = self._core.prepare(request)
+        else:  # compiling one may take a second, for which the others' loop must not stand still
+            prepared = await asyncio.to_thread(self._core.prepare, request)
         self._num_submitted += 1
         request_id = request.request_id or f"request-{self._num_submitted}"
         caller = _Caller(asyncio.get_running_loop(), asyncio.Queue(), request_id)

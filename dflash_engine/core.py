@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dflash_engine.answer import Advance, Answer, Prepared
 from dflash_engine.attribution import row_weight, share_ns
 from dflash_engine.config import EngineConfig
 from dflash_engine.draft_policy import DraftPolicy, Outcome
-from dflash_engine.errors import BadPrompt, BadSampling, PromptTooLong
+from dflash_engine.errors import BadPrompt, BadSampling
 from dflash_engine.loading import load
 from dflash_engine.ops import MAX_BIAS
 from dflash_engine.pipeline import Pipeline
 from dflash_engine.plan import RowPlan, StepOutput, StepPlan
+from dflash_engine.prompt_encoder import PromptEncoder
 from dflash_engine.request import Chunk, Request, SamplingParams
 from dflash_engine.stats import EngineStats
 from dflash_engine.stops import StopWatcher
@@ -44,6 +46,7 @@ class EngineCore:
         self._model = parts.model
         self._eos_token_ids = parts.eos_token_ids
         self._tokenizer = parts.tokenizer
+        self._encoder = PromptEncoder(parts.tokenizer, parts.max_model_len)
         self._grammars = parts.grammars
         self._scheduler = parts.scheduler
         self._pipeline = Pipeline(parts.runner)
@@ -64,18 +67,9 @@ class EngineCore:
     def prepare(self, request: Request) -> Prepared:
         """Tokenises, checks, and compiles a grammar that is new; may be called from any thread. Raises
         `RequestError`."""
-        if request.messages is not None:
-            prompt = self._tokenizer.encode_chat(request.messages)
-        elif request.text is not None:
-            prompt = self._tokenizer.encode(request.text)
-        else:
-            prompt = list(request.token_ids or ())
+        prompt = self._encoder.encode(request)
         self._check_tokens(prompt, request.sampling)
         room = self.max_model_len - len(prompt)
-        if room < 1:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens, but the model takes {self.max_model_len} in all"
-            )
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(63)
         max_tokens = min(request.sampling.max_tokens or self.config.default_max_tokens, room)
         text = request.sampling.grammar
@@ -127,10 +121,8 @@ class EngineCore:
     def stats(self) -> EngineStats:
         return self._totals
 
-    def _check_tokens(self, prompt: list[int], sampling: SamplingParams) -> None:
+    def _check_tokens(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
         vocab = self._model.vocab_size
-        if not prompt:
-            raise BadPrompt("the prompt is empty")
         if not 0 <= min(prompt) <= max(prompt) < vocab:
             raise BadPrompt(f"prompt token ids must lie in 0..{vocab - 1}")
         if len(sampling.logit_bias) > MAX_BIAS:

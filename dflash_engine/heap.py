@@ -1,7 +1,7 @@
 """Keeps Python's garbage collector away from what a running engine holds for life.
 
-Models, tokenizers and libraries are some hundred thousand objects. A full collection walks through all of
-them, which takes as long as tens of rounds with hundreds of rows, and comes every few rounds then.
+A full collection walks through every object of models, tokenizers and libraries. With 512 rows that was 3 of
+7.5 ms of the host's work for a round (on a 2-core Xeon that others used too), all in a few long pauses.
 """
 
 from __future__ import annotations

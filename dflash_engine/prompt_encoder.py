@@ -1,40 +1,39 @@
-"""The tokens of a prompt, asked without loading the model."""
+"""The tokens of a prompt, with the refusals of those that cannot be answered; no model is needed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from dflash_engine.config import EngineConfig
 from dflash_engine.errors import BadPrompt, PromptTooLong
-from dflash_engine.fake import FakeEngine, is_fake
-from dflash_engine.request import Request
+from dflash_engine.request import Message, Request
+from dflash_engine.sources import find
+from dflash_engine.tokenizer import Tokenizer
 
 
-class PromptEncoder(Protocol):
-    def encode(self, request: Request) -> Sequence[int]:
-        """Token ids. Raises `RequestError` where the engine would refuse the prompt."""
-        ...
+class Encoding(Protocol):
+    """What is asked of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
 
 
-def open_encoder(config: EngineConfig) -> PromptEncoder:
-    """Raises `ConfigError` where the model's configuration or tokenizer is not there."""
-    return FakeEngine(config) if is_fake(config.model) else TokenizerEncoder(config)
+class PromptEncoder:
+    """Safe to use from several threads."""
 
+    def __init__(self, tokenizer: Encoding, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
 
-class TokenizerEncoder:
-    """With the model's own tokenizer and chat template. Safe to use from several threads."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        # Imported here: they bring transformers, which those who only name the type do without.
-        from dflash_engine.sources import find
-        from dflash_engine.tokenizer import Tokenizer
-
+    @classmethod
+    def open(cls, config: EngineConfig) -> Self:
+        """That of the engine of a config. Raises `ConfigError`."""
         sources = find(config)
-        self._max_model_len = sources.max_model_len
-        self._tokenizer = Tokenizer.load(sources.folder)
+        return cls(Tokenizer.load(sources.folder), sources.max_model_len)
 
     def encode(self, request: Request) -> Sequence[int]:
+        """Token ids. Raises `RequestError` where there are none, or no room for an answer behind them."""
         if request.messages is not None:
             tokens: Sequence[int] = self._tokenizer.encode_chat(request.messages)
         elif request.text is not None:

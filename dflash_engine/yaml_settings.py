@@ -1,4 +1,4 @@
-"""A YAML file of settings, changed by `dotted.key=value`."""
+"""Settings of a job: sections that refuse what they do not know, and YAML changed by `dotted.key=value`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel, ConfigDict
 
 from dflash_engine.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Base of the sections: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def read_settings(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:

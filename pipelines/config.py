@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dflash_engine.config import EngineConfig
+from dflash_engine.errors import ConfigError
 from dflash_engine.request import SamplingParams
+from dflash_engine.yaml_settings import Section, read_settings
 from pipelines.errors import JobRefused
 from pipelines.lines import MAX_LINE_BYTES
 from pipelines.part_format import Format
 from pipelines.storage_config import StorageConfig
-
-
-class Section(BaseModel):
-    """Base of the sections: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ShardConfig(Section):
@@ -123,42 +117,15 @@ def load_config(path: str, settings: list[str], **values: object) -> BatchConfig
 
     Raises `JobRefused` in one sentence for a missing file, bad YAML, an unknown key or a wrong value.
     """
-    tree = _read_yaml(path)
-    for setting in settings:
-        _apply(tree, setting)
+    try:
+        tree = read_settings(Path(path), settings)
+    except ConfigError as error:
+        raise JobRefused(str(error)) from error
     tree.update({name: value for name, value in values.items() if value is not None})
     try:
         return BatchConfig(**tree)
     except ValidationError as error:
         raise JobRefused(f"{path}: {_first_problem(error)}") from error
-
-
-def _read_yaml(path: str) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise JobRefused(f"config {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise JobRefused(f"config {path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise JobRefused(f"config {path} is not a mapping of settings")
-    return tree
-
-
-def _apply(tree: dict[str, Any], setting: str) -> None:
-    """Put one `dotted.key=value` into the tree; the value is read as YAML, so 3 is a number."""
-    key, equals, text = setting.partition("=")
-    if not equals or not all(key.split(".")):
-        raise JobRefused(f"--set {setting}: write it as dotted.key=value")
-    *sections, name = key.split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-        if not isinstance(tree, dict):
-            raise JobRefused(f"--set {setting}: {section} is a value, not a section")
-    try:
-        tree[name] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise JobRefused(f"--set {setting}: the value is not YAML") from error
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -19,14 +19,13 @@ from ray.exceptions import RayError
 
 from dflash_engine.config import EngineConfig
 from dflash_engine.errors import ConfigError, EngineDead, RequestError
-from dflash_engine.prompt_encoder import PromptEncoder, open_encoder
 from dflash_engine.request import Result
 from pipelines.answers import Answerer
 from pipelines.batch import find_checked
 from pipelines.cluster import ray_cluster
 from pipelines.config import BatchConfig
 from pipelines.cost import CPU, Price, PriceTable, load_prices
-from pipelines.engines import EngineFactory, open_engine
+from pipelines.engines import EngineFactory, PromptEncoder, open_encoder, open_engine
 from pipelines.errors import JobError, JobRefused
 from pipelines.estimate import Estimate, Measured
 from pipelines.generate import accelerator
@@ -114,6 +113,11 @@ class Found:
             else:
                 self.errors[count[0]] += 1
 
+    def line(self) -> str:
+        """The state in one line."""
+        errors = f" ({self.errors.total():,} bad)" if self.errors else ""
+        return f"{self.rows_ok + self.errors.total():,} rows checked{errors} · {self.prompt_tokens:,} tokens"
+
     def _draw(self, row: InputRow) -> None:
         """Each of n rows is in the sample with the same chance (Vitter's algorithm R)."""
         if len(self.sample) < self.sample_rows:
@@ -147,8 +151,12 @@ def dry_run(
             .remote(config.engine, factory)
         )
         try:
+            logged = time.monotonic()
             for rows, counts in _with_counts(shards, probe):
                 found.add(rows, counts)
+                if time.monotonic() - logged >= LOG_INTERVAL_S:
+                    logged = time.monotonic()
+                    print(found.line(), file=progress, flush=True)
             sample, sample_errors, price = _answered(config, found.sample, probe, on_gpus)
         except RayError as error:
             raise JobError(f"the dry run broke off: {str(error).splitlines()[0]}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dflash_engine.config import EngineConfig
@@ -29,6 +29,24 @@ def open_engine(config: EngineConfig) -> Engine:
     from dflash_engine.async_engine import AsyncEngine
 
     return AsyncEngine(config)
+
+
+class PromptEncoder(Protocol):
+    """What is asked of prompts without an engine."""
+
+    def encode(self, request: Request) -> Sequence[int]:
+        """Token ids. Raises `RequestError` where the engine would refuse the prompt."""
+        ...
+
+
+def open_encoder(config: EngineConfig) -> PromptEncoder:
+    """That of the engine of a config. Raises `ConfigError` in one sentence."""
+    if is_fake(config.model):
+        return FakeEngine(config)
+    # Imported here, for it brings transformers: drivers and readers start without.
+    from dflash_engine import prompt_encoder
+
+    return prompt_encoder.PromptEncoder.open(config)
 
 
 def check_model(config: EngineConfig) -> None:

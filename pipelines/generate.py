@@ -19,14 +19,13 @@ import ray
 
 from dflash_engine.config import EngineConfig
 from dflash_engine.errors import EngineDead
-from dflash_engine.prompt_encoder import PromptEncoder, open_encoder
 from dflash_engine.request import SamplingParams
 from pipelines.admission_actor import AdmissionPort
 from pipelines.answers import Answer, Answerer
 from pipelines.attempts import CRASH_CODE, Attempts
 from pipelines.config import TriesConfig
 from pipelines.cost import CPU, Price, PriceTable
-from pipelines.engines import Engine, EngineFactory, open_engine
+from pipelines.engines import Engine, EngineFactory, PromptEncoder, open_encoder, open_engine
 from pipelines.errors import JobError, JobRefused
 from pipelines.gate import Gate
 from pipelines.job import check_fingerprint, check_same_store

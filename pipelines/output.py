@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_engine.config import EngineConfig
-from dflash_engine.prompt_encoder import PromptEncoder
 from dflash_engine.request import Result, Usage
 from pipelines.answers import Answer
 from pipelines.cost import Price
+from pipelines.engines import PromptEncoder
 from pipelines.openai_line import CHAT_URL, TEXT_URL
 from pipelines.rows import TOKEN_IDS, InputRow, RowError
 from pipelines.write import ErrorRecord, Rows

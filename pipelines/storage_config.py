@@ -7,19 +7,19 @@ import random
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from dflash_engine.yaml_settings import Section
 
 LONGEST_PAUSE_S = 20.0
 
 
-class StorageConfig(BaseModel):
+class StorageConfig(Section):
     """Endpoint, region and patience for S3 and what speaks its protocol.
 
     Credentials come from the usual places only: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the profile's
     file, or the role of the machine. Every machine of a cluster needs them.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     endpoint_url: str | None = Field(default=None, pattern=r"^https?://[^/\s]+")
     """Default is AWS_ENDPOINT_URL_S3, then AWS_ENDPOINT_URL, then the profile's, then Amazon's."""

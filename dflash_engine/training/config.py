@@ -8,19 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dflash_engine.errors import ConfigError, describe
-from dflash_engine.yaml_settings import read_settings
+from dflash_engine.yaml_settings import Section, read_settings
 
 SUMMARY = "summary.json"
 """In the output folder: what `train` returned the last time."""
-
-
-class Section(BaseModel):
-    """Base of the sections: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class DataConfig(Section):

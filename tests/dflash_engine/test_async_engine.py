@@ -173,3 +173,20 @@ def test_what_an_engine_holds_for_life_is_left_out_of_collections_until_it_is_cl
     gc.unfreeze()
     assert run(folders, scenario) > 1000
     assert gc.get_freeze_count() == 0
+
+
+def test_a_new_grammar_is_compiled_off_the_callers_event_loop(folders, monkeypatch):
+    threads = []
+
+    async def scenario(engine: AsyncEngine) -> None:
+        def prepare(request: Request) -> None:
+            threads.append(threading.current_thread())
+            raise PromptTooLong("seen")
+
+        monkeypatch.setattr(engine._core, "prepare", prepare)
+        for sampling in (SamplingParams(regex="a+"), SamplingParams()):
+            with pytest.raises(PromptTooLong):
+                await engine.generate(Request(token_ids=(5,), sampling=sampling))
+
+    run(folders, scenario)
+    assert threads[0] is not threading.main_thread() and threads[1] is threading.main_thread()

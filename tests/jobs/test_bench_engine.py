@@ -24,6 +24,7 @@ from dflash_engine.benchmarking import (
     stall,
 )
 from dflash_engine.comparison import Workload, compare
+from dflash_engine.contenders import BenchSettings, variants_of
 from dflash_engine.errors import ConfigError
 from jobs import bench_engine
 from tests.dflash_engine.tiny_shapes import write_shapes
@@ -341,3 +342,8 @@ def test_senseless_arguments_are_refused(capsys, argv):
         bench_engine.main(argv)
     assert refused.value.code == 2
     assert argv[0] in capsys.readouterr().err
+
+
+def test_vllm_bears_no_other_engine_beside_it_and_ours_do(model):
+    settings = BenchSettings(model=str(model), draft=None, others=("vllm",))
+    assert {each.name: each.alone for each in variants_of(settings)} == {"plain": False, "vllm": True}
