@@ -65,7 +65,7 @@ def _state(
     return best, tl.max(total, axis=1).to(tl.float32), mixed.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["num_splits"])
 def _attention_kernel(
     query, keys, values, tables, table_stride, row_seq, begin, end, tiles, out, part_state, part_mixed,
     arrived, num_heads, num_kv_heads, block_size, num_splits, scale,

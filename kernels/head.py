@@ -30,7 +30,7 @@ from kernels.tiles import Tile, head_tile
 _NO_TOKEN = tl.constexpr(2147483647)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def _best_kernel(
     x,
     x_stride,
@@ -87,7 +87,7 @@ def _best_kernel(
     tl.store(part_token + tile_n.to(tl.int64) * T + t, token, mask=t_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def _best_of_parts_kernel(
     part_score, part_token, out, T, num_parts, N, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

@@ -23,7 +23,7 @@ STORE, ADD, SILU = 0, 1, 2
 _GROUP = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def _linear_kernel(
     x,
     x_stride,

@@ -8,6 +8,9 @@ never split.
 RMSNorm is part of the product: the norm's weights are multiplied into W when it is packed, and the sum is
 scaled by 1 / rms(x) at its end. The sum of squares is the diagonal of x x^T, so it too is one chain of
 tensor-core steps; for many rows `row_scales` makes the factors beforehand, with the same bits.
+
+How many rows there are differs from round to round, here and in the other kernels, and is never compiled in
+(but for a single one): a compilation in the middle of work would hold up everybody for a second.
 """
 
 from __future__ import annotations
@@ -129,7 +132,7 @@ def products(
     return acc, acc2
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def _row_scales_kernel(x, x_stride, scale, eps, T, K, BT: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
     """scale[t] = 1 / rms(x[t])."""
     start_early(PDL)

@@ -92,7 +92,7 @@ def _rope_store_kernel(
     tl.store(v_at + HEAD // 2, value_high.to(kind), mask=is_v & d_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def _qkv_kernel(
     x,
     x_stride,

@@ -86,7 +86,7 @@ class Choices(NamedTuple):
     """int32, drafted tokens up to there"""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def _feed_kernel(
     codes, token_row, slots, starts, firsts, draft_rows, length, anchor, tables, table_stride, drafts,
     draft_stride, tokens, positions, cells, sequence, begin, end, windows, T, block_size, padding_cell,
@@ -119,7 +119,7 @@ def _feed_kernel(
         tl.store(end + span * T + t, tl.where(known, position + 1, 0), mask=t_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["N"])
 def _choices_kernel(
     rows, offsets, slots, starts, nums_tokens, firsts, length, chosen_slot, position, hidden, fed_index,
     num_before, N, BLOCK: tl.constexpr,
@@ -142,7 +142,7 @@ def _choices_kernel(
     tl.store(num_before + n, tl.where(known, offset, 0), mask=n_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def _draft_feed_kernel(
     draft_slots, starts, anchors, length, anchor, tables, table_stride, tokens, positions, cells, sequence,
     begin, end, tiles, windows, causal, mask_token, T, block_length, block_size, padding_cell,
@@ -177,7 +177,7 @@ def _draft_feed_kernel(
         tl.store(end + span * T + t, tl.where(known, last, 0), mask=t_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _update_tables_kernel(updates, num, tables, table_stride, BLOCK: tl.constexpr):
     """tables[slot, index] = block for each (slot, index, block)."""
     u = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

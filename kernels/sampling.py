@@ -198,7 +198,7 @@ def _clear_kernel(slots, counts, seen, vocab_size, BLOCK: tl.constexpr):
     tl.store(seen + at, tl.zeros([BLOCK], tl.int8), mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _mark_kernel(
     slots, tokens, token_row, is_prompt, num_tokens, counts, seen, vocab_size, BLOCK: tl.constexpr
 ):
