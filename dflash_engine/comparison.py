@@ -27,6 +27,8 @@ LEAST_PROMPTS = 16
 """At any concurrency, where there are so many."""
 WARM_TOKENS = 64
 """Of each answer of a short warm-up."""
+WHOLE_WARM_UPS = 2
+"""Where everything is answered before it counts: a graph is captured when its shape is met again."""
 STREAMS = 8
 STREAM_PROMPT = 128
 STALL_PIECES = 64
@@ -48,7 +50,7 @@ class Workload:
     repeats: int = 1
     """Measured runs, of which the one in the middle counts."""
     whole_warm_up: bool = False
-    """Answers everything once before it counts, so that every kernel is compiled and every graph captured."""
+    """Answers everything before it counts, so that every kernel is compiled and every graph captured."""
 
     def at(self, concurrency: int) -> Sequence[Prompt]:
         return self.prompts[: max(self.turns * concurrency, LEAST_PROMPTS)]
@@ -108,10 +110,10 @@ def _level(
     """Measured runs at one concurrency; who goes first changes from turn to turn."""
     prompts = workload.at(concurrency)
     names = [variant.name for variant in group]
-    warm, length = prompts, workload.max_tokens
+    warm, length, times = prompts, workload.max_tokens, WHOLE_WARM_UPS
     if not workload.whole_warm_up:
-        warm, length = prompts[:concurrency], min(WARM_TOKENS, workload.max_tokens)
-    for name in names:
+        warm, length, times = prompts[:concurrency], min(WARM_TOKENS, workload.max_tokens), 1
+    for name in names * times:
         run(contenders[name], warm, length, concurrency)
     measured = []
     for repeat in range(workload.repeats):
@@ -171,12 +173,12 @@ def fit_together(settings: BenchSettings, num_variants: int, workload: Workload)
 def stalls(
     variants: Sequence[Variant], prompts: Sequence[Prompt], long: Prompt, utilization: float
 ) -> dict[str, Any]:
-    """What a long prompt does to streams, by variant: see `stall`. Each is built alone and warmed up once."""
+    """What a long prompt does to streams, by variant: see `stall`. Each is built alone and warmed up."""
     told = {}
     wanted = StallPlan(STALL_PIECES, STALL_ROOM)
     for variant in variants:
         contender = variant.make(utilization)
-        for _ in range(2):
+        for _ in range(WHOLE_WARM_UPS + 1):
             result = stall(contender, prompts, long, wanted)
         told[variant.name] = {key: round(value, 6) for key, value in result.items()}
         contender.close()

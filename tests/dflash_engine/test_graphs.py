@@ -98,7 +98,8 @@ def test_graphs_share_their_memory_and_nothing_else():
 def test_a_function_that_fails_in_its_capture_raises_and_leaves_the_others_usable():
     device = torch.device("cuda")
     graphs, adder = Graphs(device), Adder(device)
-    graphs.run("add", adder.add)
+    for _ in range(2):
+        graphs.run("add", adder.add)
     calls: list[int] = []
 
     def breaks() -> None:
@@ -112,4 +113,4 @@ def test_a_function_that_fails_in_its_capture_raises_and_leaves_the_others_usabl
         graphs.run("breaks", breaks)
     for _ in range(2):
         graphs.run("add", adder.add)
-    assert adder.total.tolist() == [4, 4, 4]
+    assert adder.total.tolist() == [5, 5, 5]

@@ -123,14 +123,14 @@ def test_contenders_take_turns_and_go_first_in_turn():
     assert order[4:] == ["plain", "other", "plain", "plain closed", "other closed"]
 
 
-def test_a_whole_warm_up_answers_everything_once_before_it_counts():
+def test_a_whole_warm_up_answers_everything_twice_before_it_counts():
     contenders: list[Counter] = []
 
     def made(utilization: float) -> Counter:
         contenders.append(Counter())
         return contenders[0]
 
-    for whole, num in ((False, 2 + 5), (True, 5 + 5)):
+    for whole, num in ((False, 2 + 5), (True, 2 * 5 + 5)):
         contenders.clear()
         compare([Variant("plain", made)], Workload(PROMPTS, 3, (2,), whole_warm_up=whole), 0.9, together=True)
         assert contenders[0].counts.steps == 3 * num
