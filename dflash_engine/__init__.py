@@ -17,6 +17,7 @@ from dflash_engine.errors import (
     PromptTooLong,
     RequestError,
 )
+from dflash_engine.health import EngineHealth
 from dflash_engine.request import (
     Chunk,
     Message,
@@ -42,6 +43,7 @@ __all__ = [
     "EngineConfig",
     "EngineDead",
     "EngineError",
+    "EngineHealth",
     "Message",
     "Priority",
     "PromptTooLong",

@@ -31,6 +31,7 @@ class Advance(NamedTuple):
     finish: FinishReason | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -64,12 +65,14 @@ class Answer:
         if num_kept < len(tokens):
             tokens = tokens[:num_kept]
         self.tokens += tokens
-        if output.logprobs:
-            self.logprobs += output.logprobs[:num_kept]
+        logprobs = output.logprobs
+        if logprobs:
+            logprobs = logprobs[:num_kept]
+            self.logprobs += logprobs
         if text:
             self.pieces.append(text)
         commit = RowCommit(row.seq_id, tokens, finish is not None)
-        return Advance(commit, text, finish, output.num_drafted, num_accepted)
+        return Advance(commit, text, finish, output.num_drafted, num_accepted, logprobs)
 
     def flush(self) -> str:
         """Ends the answer from outside, and gives the text that was held back so far."""
@@ -85,6 +88,7 @@ class Answer:
             text="".join(self.pieces),
             tokens=tuple(self.tokens),
             finish_reason=finish,
+            matched_stop=self.watcher.matched,
             usage=Usage(
                 prompt_tokens=len(self.prepared.prompt),
                 cached_tokens=self.cached_tokens,

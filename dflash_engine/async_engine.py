@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from dflash_engine.config import EngineConfig
 from dflash_engine.core import EngineCore, Prepared
 from dflash_engine.errors import EngineDead
+from dflash_engine.health import EngineHealth, Heartbeat
 from dflash_engine.heap import freeze_heap, thaw_heap
 from dflash_engine.request import Chunk, Request, Result
 from dflash_engine.stats import EngineStats
@@ -46,6 +47,7 @@ class AsyncEngine:
         self._closing = False
         self._dead: EngineDead | None = None
         self._num_submitted = 0
+        self._heartbeat = Heartbeat()
         freeze_heap()
         self._thread = threading.Thread(target=self._serve, name="dflash-engine", daemon=True)
         self._thread.start()
@@ -98,6 +100,11 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         return self._core.stats()
 
+    def health(self) -> EngineHealth:
+        """Waits for nothing, so that a stuck round is seen too."""
+        alive = self._dead is None and not self._closing and self._thread.is_alive()
+        return EngineHealth(alive, self._heartbeat.stalled_s())
+
     async def close(self) -> None:
         """Ends the thread after its step; requests still running get `EngineDead`."""
         with self._wake:
@@ -119,7 +126,10 @@ class AsyncEngine:
         try:
             while True:
                 with self._wake:
-                    self._wake.wait_for(lambda: self._inbox or self._closing or self._core.has_work)
+                    if not (self._inbox or self._closing or self._core.has_work):
+                        self._heartbeat.rest()
+                        self._wake.wait_for(lambda: self._inbox or self._closing)
+                    self._heartbeat.beat()
                     commands, closing = list(self._inbox), self._closing
                     self._inbox.clear()
                 if closing:

@@ -7,6 +7,9 @@ covers both and a released block frees both. A block is in exactly one of three 
     evictable   ref count 0, registered: its content is kept until the room is needed, oldest first
     free        ref count 0, not registered: content is never read
 
+Prefixes are found by digests that begin with the sequence's salt, so that sequences of different salts
+never share a block, and none learns from its times what another had computed.
+
 A cached prefix always has the target's KV. The draft's is missing in blocks that were computed while
 nothing was drafted; such a block says so, and whoever finds it may decode on it but not draft.
 """
@@ -18,8 +21,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-_ROOT = b""
-"""Parent digest of a sequence's first block."""
+UNSALTED = b""
+"""Parent digest of the first block of sequences without a salt."""
 
 
 class OutOfBlocks(Exception):
@@ -34,6 +37,13 @@ def require(condition: bool, message: str) -> None:
     """Raises `IntegrityError` with the message where the condition does not hold, also under -O."""
     if not condition:
         raise IntegrityError(message)
+
+
+def salt_digest(salt: str) -> bytes:
+    """Parent digest of the first block of sequences with this salt; that of no block, whatever its tokens."""
+    if not salt:
+        return UNSALTED
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=32, person=b"salt").digest()
 
 
 def chain_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -76,15 +86,16 @@ class BlockAllocator:
             self._ref_counts[block] = 1
         return blocks
 
-    def match_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """Takes a reference to each cached block of the longest known prefix, and returns them.
+    def match_prefix(self, tokens: Sequence[int], salt: bytes = UNSALTED) -> list[int]:
+        """Takes a reference to each cached block of the longest prefix known under this `salt_digest`, and
+        returns them.
 
         Full blocks only, and never the last token: one must be left to compute, since a choice
         needs logits and the cache holds none.
         """
         size = self.block_size
         blocks: list[int] = []
-        parent = _ROOT
+        parent = salt
         for end in range(size, len(tokens), size) if self._registered else ():
             parent = chain_digest(parent, tokens[end - size : end])
             block = self._registered.get(parent)
@@ -97,7 +108,12 @@ class BlockAllocator:
         return blocks
 
     def register(
-        self, block: int, parent: int | None, tokens: Sequence[int], has_context: bool = True
+        self,
+        block: int,
+        parent: int | None,
+        tokens: Sequence[int],
+        has_context: bool = True,
+        salt: bytes = UNSALTED,
     ) -> None:
         """Offers a held block, full of computed KV, as a prefix for others.
 
@@ -108,7 +124,7 @@ class BlockAllocator:
         if not self._prefix_caching:
             return
         assert len(tokens) == self.block_size and self._digests[block] is None, block
-        above = _ROOT if parent is None else self._digests[parent]
+        above = salt if parent is None else self._digests[parent]
         assert above is not None, f"block {parent} before block {block} has no digest"
         digest = chain_digest(above, tokens)
         self._digests[block] = digest
@@ -148,6 +164,13 @@ class BlockAllocator:
     def is_private(self, block: int) -> bool:
         """True where exactly one sequence holds the block and none can find it: safe to write to."""
         return self._ref_counts[block] == 1 and self._digests[block] is None
+
+    def check_idle(self) -> None:
+        """As `check_integrity` where nothing is held, but by counting alone: it walks through no pool."""
+        require(
+            self.num_free == self.num_blocks,
+            f"nothing runs, but {self.num_blocks - self.num_free} of {self.num_blocks} blocks are held",
+        )
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raises `IntegrityError` where the books do not agree with each other or with these tables,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import takewhile
 
 from dflash_engine.gpu_runner import GpuRunner
 from dflash_engine.plan import RowPlan, StepPlan
@@ -13,6 +15,11 @@ from dflash_engine.step_times import StepTimes
 
 SHORT, LONG = 32, 256
 """Positions of the rows: keys of the first ones are never divided, and times are measured at the second."""
+LONG_PROMPT, CHUNK = 4096, 256
+"""Where a prompt is measured again, and by how many tokens: there its keys are what takes the time."""
+LEAST_SPAN = 256.0
+CHUNKS = (2, 4, 8, 16, 32, 64, 128)
+"""Tokens of a prompt in one round, for each size of its attention tiles."""
 REPEATS = 4
 HOST_S = 0.2e-3
 HOST_ROW_S = 6e-6
@@ -44,6 +51,7 @@ class Calibration:
     def __init__(self, runner: GpuRunner, limits: Limits, num_blocks: int, num_draft: int) -> None:
         self._runner = runner
         self._max_num_seqs = limits.max_num_seqs
+        self._max_model_len = limits.max_model_len
         # Larger steps there are none: all sequences would be fed whole.
         self._max_step_tokens = min(limits.max_step_tokens, limits.max_num_seqs * limits.max_model_len)
         self._max_drafting = min(limits.max_num_seqs, limits.max_step_tokens // 2)
@@ -68,6 +76,21 @@ class Calibration:
                 draft[num_rows] = min(self._run(rows, self._starts[1]).draft_ns for _ in range(REPEATS)) / 1e9
         return StepTimes(verify, draft or {1: 1.0}, context, HOST_S, HOST_ROW_S)
 
+    def attention_span(self) -> float:
+        """Positions behind which a prompt's token takes twice as long as a first one, for all the keys before
+        it; infinite where that cannot be seen."""
+        num = min(CHUNK, self._max_step_tokens)
+        start = min(LONG_PROMPT, self._max_model_len - num)
+        if start < CHUNK:
+            return math.inf
+        short_s, long_s, one_s = (
+            min(self._run([(tokens, 0)], at).verify_ns for _ in range(REPEATS))
+            for tokens, at in ((num, 0), (num, start), (1, 0))
+        )
+        if long_s <= short_s:
+            return math.inf
+        return max(start * max(short_s - one_s, 0) / (long_s - short_s), LEAST_SPAN)
+
     def warm_up(self) -> None:
         """Compiles what sampling needs, and captures what decoding is made of, at its second run."""
         for _ in range(2):
@@ -85,6 +108,10 @@ class Calibration:
                 num_rows = size // (1 + self._num_draft)
                 if self._num_draft and 1 <= num_rows <= self._max_num_seqs:
                     self._run([(1, self._num_draft)] * num_rows, start)
+        # Attention has kernels for chunks of few tokens and of many.
+        for num in takewhile(lambda num: num <= min(self._max_step_tokens, self._max_model_len), CHUNKS):
+            for start in self._starts:
+                self._run([(num, 0)], min(start, self._max_model_len - num))
 
     def _spread(self, size: int) -> list[tuple[int, int]]:
         """`size` tokens over as many rows as may be."""

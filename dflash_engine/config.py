@@ -38,6 +38,14 @@ class EngineConfig(BaseModel):
     max_step_tokens: int | None = Field(default=None, ge=1)
     """Most query tokens in one step; long prompts are prefilled in chunks of what is left. Default is 512 on
     a CPU, 2048 on a GPU."""
+    batch_slowdown: float = Field(default=1.1, ge=1)
+    """While online requests run, batch requests in a step make it at most so many times as long, by the times
+    of steps measured at the start and observed since: more lets batch do more, at the cost of online's time
+    per token. 1 gives batch only what fills up a step that takes no longer."""
+    batch_starvation_s: float | None = Field(default=None, gt=0)
+    """A batch request that online has kept from going on for so long is treated as online until it has a new
+    token; of those that wait this is the first one, while none of batch runs. By default there is no bound:
+    as long as online leaves nothing free, batch stands still."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs of this machine that share the model: `cuda` then means as many, from the first on. Answers are
     the same within one size."""

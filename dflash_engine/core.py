@@ -15,7 +15,7 @@ from dataclasses import replace
 from dflash_engine.answer import Advance, Answer, Prepared
 from dflash_engine.attribution import row_weight, share_ns
 from dflash_engine.config import EngineConfig
-from dflash_engine.draft_policy import DraftPolicy, Outcome
+from dflash_engine.draft_policy import Outcome
 from dflash_engine.errors import BadPrompt, BadSampling
 from dflash_engine.loading import load
 from dflash_engine.ops import MAX_BIAS
@@ -30,7 +30,7 @@ __all__ = ["EngineCore", "Prepared"]
 
 
 LEARN_EVERY = 4
-"""Rounds of which the policy is told of one; half as often where there are only one or two rows."""
+"""Rounds of which one is told of to those who decide; half as often where there are only one or two rows."""
 
 
 class EngineCore:
@@ -51,10 +51,12 @@ class EngineCore:
         self._scheduler = parts.scheduler
         self._pipeline = Pipeline(parts.runner)
         self._policy = parts.policy
+        self._times = parts.times
         self._unlearnt_rounds = 0
         self._answers: dict[int, Answer] = {}
         self._num_requests = 0
         self._totals = EngineStats()
+        self._num_blocks = parts.scheduler.stats().free_blocks
         # Since when time in steps is charged to no round, and such time of steps that committed none.
         self._since_ns = 0
         self._carried_ns = 0
@@ -86,7 +88,13 @@ class EngineCore:
         if prepared.grammar is not None:
             self._grammars.begin(seq_id, prepared.grammar)
         self._scheduler.add(
-            seq_id, prepared.prompt, prepared.max_tokens, sampling, prepared.seed, prepared.request.priority
+            seq_id,
+            prepared.prompt,
+            prepared.max_tokens,
+            sampling,
+            prepared.seed,
+            prepared.request.priority,
+            prepared.request.cache_salt,
         )
         return seq_id
 
@@ -97,7 +105,8 @@ class EngineCore:
         answer = self._end(seq_id)
         answer.cached_tokens = self._scheduler.cached_tokens(seq_id)
         self._scheduler.abort(seq_id)
-        return Chunk(answer.flush(), (), answer.result("abort", self.fingerprint))
+        text = answer.flush()
+        return Chunk(text, (), answer.result("abort", self.fingerprint), answer.cached_tokens)
 
     def step(self) -> list[tuple[int, Chunk]]:
         """One round for everything that runs: pieces of answers by sequence id.
@@ -113,7 +122,7 @@ class EngineCore:
         if not self._answers:
             for plan, output in self._pipeline.drain():
                 self._commit(plan, output)
-            self._scheduler.check_integrity()
+            self._scheduler.check_idle()
         elif self._pipeline.in_flight and not num_committed:
             self._carried_ns = self._lap_ns()
         return chunks
@@ -151,18 +160,21 @@ class EngineCore:
                 advances.append(answer.advance(row, out))
         self._scheduler.commit([advance.commit for advance in advances])
         lap_ns = self._lap_ns()
-        if self._policy is not None and output.busy_ns is not None:
+        self._unlearnt_rounds += 1
+        if self._unlearnt_rounds >= (LEARN_EVERY if len(plan.rows) > 2 else 2 * LEARN_EVERY):
+            self._unlearnt_rounds = 0
             # Where the host is slower than the device, it decides what a round takes.
-            self._learn(self._policy, plan, output, paying, max(output.busy_ns, lap_ns))
+            self._learn(plan, output, paying, max(output.busy_ns or 0, lap_ns))
         self._charge(lap_ns if output.busy_ns is None else output.busy_ns, plan.rows, paying)
         self._count(advances)
         chunks = []
-        for commit, text, finish, _, _ in advances:
-            result = None
+        for (seq_id, tokens, _), text, finish, _, _, logprobs in advances:
+            if not tokens:
+                continue
+            answer, result = self._answers[seq_id], None
             if finish is not None:
-                result = self._end(commit.seq_id).result(finish, self.fingerprint)
-            if commit.tokens:
-                chunks.append((commit.seq_id, Chunk(text, commit.tokens, result)))
+                result = self._end(seq_id).result(finish, self.fingerprint)
+            chunks.append((seq_id, Chunk(text, tokens, result, answer.cached_tokens, logprobs)))
         return chunks
 
     def _end(self, seq_id: int) -> Answer:
@@ -171,20 +183,18 @@ class EngineCore:
         self._grammars.end(seq_id)
         return self._answers.pop(seq_id)
 
-    def _learn(
-        self,
-        policy: DraftPolicy,
-        plan: StepPlan,
-        output: StepOutput,
-        paying: list[Answer | None],
-        round_ns: int,
-    ) -> None:
+    def _learn(self, plan: StepPlan, output: StepOutput, paying: list[Answer | None], round_ns: int) -> None:
         """Tells the policy what a round's drafts were worth and what it took; now and then only, since that
-        costs the host a good part of a short round."""
-        self._unlearnt_rounds += 1
-        if self._unlearnt_rounds < (LEARN_EVERY if len(plan.rows) > 2 else 2 * LEARN_EVERY):
+        costs the host a good part of a short round. Without a policy what it took still says how much of a
+        round batch may have."""
+        if self._policy is None:
+            drafts = [row.num_draft for row in plan.rows]
+            num_tokens = sum([row.num_tokens for row in plan.rows]) + sum(drafts)
+            num_drafting = len(drafts) - drafts.count(0)
+            self._times.observe_round(
+                num_tokens, len(drafts), num_drafting, plan.write_context, round_ns / 1e9
+            )
             return
-        self._unlearnt_rounds = 0
         outcomes = []
         other_tokens = 0
         for row, out, answer in zip(plan.rows, output.rows, paying, strict=True):
@@ -192,7 +202,7 @@ class EngineCore:
                 other_tokens += row.num_tokens + row.num_draft
             else:
                 outcomes.append(Outcome(row.seq_id, row.num_draft, len(out.tokens) - 1))
-        policy.observe_round(outcomes, other_tokens, plan.write_context, round_ns / 1e9)
+        self._policy.observe_round(outcomes, other_tokens, plan.write_context, round_ns / 1e9)
 
     def _lap_ns(self) -> int:
         """Time in steps since this was last asked."""
@@ -230,6 +240,8 @@ class EngineCore:
             running=scheduler.running,
             preemptions=scheduler.preemptions,
             completion_tokens=totals.completion_tokens + sum([len(each.commit.tokens) for each in advances]),
+            drafts=totals.drafts + sum([each.num_drafted > 0 for each in advances]),
             drafted_tokens=totals.drafted_tokens + sum([each.num_drafted for each in advances]),
             accepted_tokens=totals.accepted_tokens + sum([each.num_accepted for each in advances]),
+            kv_usage=1 - scheduler.free_blocks / self._num_blocks,
         )

@@ -1,6 +1,7 @@
 """How many tokens each row drafts, and whether the draft's context is kept up: asked of a policy.
 
-Exactness does not depend on it: any number of drafted tokens gives the same answer.
+Exactness does not depend on it: any number of drafted tokens gives the same answer. In a step that has
+online rows it is asked about these alone, so that they verify as many tokens as they would without batch.
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ class Drafting:
     def most_at_once(self, sequence: SequenceState) -> int:
         """For a sequence that comes in after the choice: the policy sees it from the next step on."""
         return self.most(sequence) if self._policy is None else 0
+
+    def most_beside(self, sequence: SequenceState) -> int:
+        """For a batch row in a step that has online rows: what is left there is better used than not."""
+        return self.most(sequence) if self.write_context else 0
 
     def choose(self, sequences: Sequence[SequenceState], other_tokens: int) -> list[int]:
         """Tokens to draft for each of these decoding sequences, in a step with `other_tokens` others."""

@@ -10,11 +10,12 @@ import asyncio
 import hashlib
 import struct
 from collections.abc import AsyncIterator
-from dataclasses import fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from dflash_engine.config import EngineConfig
 from dflash_engine.errors import ConfigError, EngineDead, PromptTooLong
+from dflash_engine.health import EngineHealth
 from dflash_engine.request import Chunk, FinishReason, Request, Result, Usage
 from dflash_engine.stats import EngineStats
 
@@ -24,9 +25,6 @@ VOCABULARY_SIZE = 50_000
 STEP_NS = 1_000_000
 """Busy time attributed for each step, prefill included, whatever the clock says."""
 WORDS = ("the", "your", "order", "account", "we", "can", "help", "with", "please", "thank", "today", "ready")
-
-
-_USAGE_FIELDS = tuple(item.name for item in fields(Usage))
 
 
 class FakeEngine:
@@ -40,7 +38,7 @@ class FakeEngine:
         self._slots = asyncio.Semaphore(config.limit("max_num_seqs", "cpu"))
         self._unfinished: dict[str, bool] = {}
         self._running = 0
-        self._used = Usage()
+        self._used = _Used()
         self._closed = False
         self._next_id = 0
         self.fingerprint = _digest(MODEL, config.dtype).hex()[:16]
@@ -65,7 +63,13 @@ class FakeEngine:
     async def generate(self, request: Request) -> Result:
         """The whole answer. Raises as `submit` does."""
         if not self._token_s:
-            return await self._generate_at_once(request)
+            # What `submit` would answer, without its steps: they would cost more than all that is tested.
+            if self._closed:
+                raise EngineDead("the engine is closed")
+            answer = self._begin(request)
+            # Others take their turn, as they do between steps.
+            await asyncio.sleep(0)
+            return self._result(answer, request.request_id or self._new_id(), answer.tokens, aborted=False)
         async for chunk in self.submit(request):
             if chunk.result is not None:
                 return chunk.result
@@ -100,9 +104,13 @@ class FakeEngine:
             busy_ns=self._used.busy_ns,
             prompt_tokens=self._used.prompt_tokens,
             completion_tokens=self._used.completion_tokens,
+            drafts=self._used.steps if self._num_draft else 0,
             drafted_tokens=self._used.drafted_tokens,
             accepted_tokens=self._used.accepted_tokens,
         )
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(alive=not self._closed)
 
     async def close(self) -> None:
         self._closed = True
@@ -110,16 +118,6 @@ class FakeEngine:
     def _new_id(self) -> str:
         self._next_id += 1
         return f"fake-{self._next_id}"
-
-    async def _generate_at_once(self, request: Request) -> Result:
-        """What `submit` would answer, without its steps: they would cost more than all that is tested."""
-        if self._closed:
-            raise EngineDead("the engine is closed")
-        request_id = request.request_id or self._new_id()
-        answer = self._begin(request)
-        # Others take their turn, as they do between steps.
-        await asyncio.sleep(0)
-        return self._result(answer, request_id, answer.tokens, aborted=False)
 
     async def _answer(self, request: Request, request_id: str) -> AsyncIterator[Chunk]:
         answer = self._begin(request)
@@ -145,10 +143,10 @@ class FakeEngine:
 
     def _result(self, answer: _Answer, request_id: str, tokens: list[int], *, aborted: bool) -> Result:
         usage = self._usage(answer.prompt_tokens, len(tokens))
-        self._used = _sum(self._used, usage)
+        self._used.add(usage)
         return Result(
             request_id=request_id,
-            text=" ".join(map(_word, tokens)),
+            text=" ".join([_word(token) for token in tokens]),
             tokens=tuple(tokens),
             finish_reason="abort" if aborted else answer.finish_reason,
             usage=usage,
@@ -168,6 +166,26 @@ class FakeEngine:
             accepted_tokens=max(0, completion_tokens - 1) - steps,
             busy_ns=(1 + steps) * STEP_NS,
         )
+
+
+@dataclass(slots=True)
+class _Used:
+    """What all answers used."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    busy_ns: int = 0
+
+    def add(self, usage: Usage) -> None:
+        self.prompt_tokens += usage.prompt_tokens
+        self.completion_tokens += usage.completion_tokens
+        self.steps += usage.steps
+        self.drafted_tokens += usage.drafted_tokens
+        self.accepted_tokens += usage.accepted_tokens
+        self.busy_ns += usage.busy_ns
 
 
 class _Answer(NamedTuple):
@@ -200,14 +218,10 @@ def _prompt(request: Request) -> tuple[str, int]:
     if request.token_ids is not None:
         return repr(request.token_ids), len(request.token_ids)
     if request.messages is not None:
-        turns = [f"{message.role}: {message.content}" for message in request.messages]
-        return "\n".join(turns), sum(len(turn.split()) for turn in turns)
-    text = request.text or ""
+        text = "\n".join([f"{message.role}: {message.content}" for message in request.messages])
+    else:
+        text = request.text or ""
     return text, len(text.split())
-
-
-def _sum(one: Usage, other: Usage) -> Usage:
-    return Usage(*(getattr(one, name) + getattr(other, name) for name in _USAGE_FIELDS))
 
 
 def _tokens(source: bytes, count: int) -> list[int]:

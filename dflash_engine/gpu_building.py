@@ -27,6 +27,7 @@ from dflash_engine.round_layout import RoundLayout, Shape, bucket
 from dflash_engine.runner import Runner
 from dflash_engine.shard import ALONE, Rank
 from dflash_engine.slots import SlotTable
+from dflash_engine.step_budget import PromptLimit
 from dflash_engine.step_times import StepTimes, TimesKey
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,7 @@ logger = logging.getLogger(__name__)
 GRAPH_BYTES = 1 << 30
 """Kept free for captured graphs and for what the allocator cannot use."""
 PROMPT_SLOWDOWN = 2.0
-"""How much longer than of one token a round may take because of prompts in it, while others decode; long
-contexts come on top (3.0 made 4.7 of a prompt of 6,000 tokens on Qwen3-8B's shape)."""
+"""How much longer than of one token a round may take because of prompts in it, while others decode."""
 LEAST_CHUNK = 64
 
 _Piece = Callable[[DeviceRound], None]
@@ -52,8 +52,8 @@ class GpuParts:
     runner: GpuRunner
     num_blocks: int
     policy: DraftPolicy | None
-    max_mixed_tokens: int
-    """Prompt tokens in a step in which others decode."""
+    prompt_limit: PromptLimit
+    times: StepTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,15 @@ def build(
         rank.followers,
     )
     if models.device.type != "cuda" or not rank.leads:  # the interpreter's times say nothing
-        return GpuParts(runner, num_blocks, None, limits.max_step_tokens)
+        return GpuParts(runner, num_blocks, None, PromptLimit(limits.max_step_tokens))
     num_draft = block_length - 1 if models.draft is not None else 0
     calibration = Calibration(runner, limits, max_blocks, num_draft)
     calibration.warm_up()
     times = step_times(calibration, times_key)
     adaptive = models.draft is not None and config.verify == "adaptive"
     policy = DraftPolicy(times, Acceptance(block_length - 1), block_length) if adaptive else None
-    return GpuParts(runner, num_blocks, policy, _mixed(times.kinds["verify"].measured_s))
+    limit = PromptLimit(_mixed(times.kinds["verify"].measured_s), calibration.attention_span())
+    return GpuParts(runner, num_blocks, policy, limit, times)
 
 
 def step_times(calibration: Measuring, key: TimesKey | None) -> StepTimes:

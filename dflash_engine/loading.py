@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from dflash_engine import kv_cache
+from dflash_engine.batch_room import BatchShare, RoundTimes
 from dflash_engine.calibration import Limits
 from dflash_engine.checkpoint import Checkpoint
 from dflash_engine.config import EngineConfig
@@ -26,6 +27,7 @@ from dflash_engine.memory import MemoryReport, memory_report
 from dflash_engine.model_config import DraftConfig, ModelConfig
 from dflash_engine.models.draft import DraftModel, draft_linears
 from dflash_engine.models.target import TargetModel, target_linears
+from dflash_engine.observed_times import ObservedTimes
 from dflash_engine.ops import DEVICE_OPS, Ops, Sizes, choose_ops, source_digest
 from dflash_engine.pipeline import Executor, Launcher
 from dflash_engine.random_weights import NoTokenizer, RandomCheckpoint
@@ -33,6 +35,7 @@ from dflash_engine.runner import Runner
 from dflash_engine.scheduler import Scheduler
 from dflash_engine.shard import ALONE, Rank
 from dflash_engine.sources import Sources, find
+from dflash_engine.step_budget import PromptLimit
 from dflash_engine.step_times import TimesKey
 from dflash_engine.tokenizer import Tokenizer
 
@@ -48,6 +51,7 @@ class Parts:
     scheduler: Scheduler
     runner: Executor | Launcher
     policy: DraftPolicy | None
+    times: RoundTimes
     model: ModelConfig
     eos_token_ids: tuple[int, ...]
     max_model_len: int
@@ -147,6 +151,7 @@ def _load(config: EngineConfig, sources: Sources, rank: Rank) -> Parts:
     built = build_runner(config, sources, loaded, rank, fingerprint, grammars)
     used_draft = models.draft.share if models.draft is not None else None
     kv_tokens = built.num_blocks * config.kv_block_size
+    times = built.times or ObservedTimes()
     memory = memory_report(models.target.share, used_draft, models.dtype, kv_tokens)
     _log(config, sources.draft_folder, ops, models.device, sources.block_length, memory)
     return Parts(
@@ -157,15 +162,18 @@ def _load(config: EngineConfig, sources: Sources, rank: Rank) -> Parts:
             block_size=config.kv_block_size,
             max_num_seqs=limits.max_num_seqs,
             max_step_tokens=limits.max_step_tokens,
-            max_mixed_tokens=built.max_mixed_tokens,
+            prompt_limit=built.prompt_limit,
             max_model_len=sources.max_model_len,
             block_length=sources.block_length,
             prefix_caching=config.prefix_caching,
             rounds_ahead=loaded.ahead,
             draft_policy=built.policy,
+            share=BatchShare(times, config.batch_slowdown),
+            batch_starvation_s=config.batch_starvation_s,
         ),
         runner=built.runner,
         policy=built.policy,
+        times=times,
         model=model,
         eos_token_ids=eos_token_ids,
         max_model_len=sources.max_model_len,
@@ -201,7 +209,8 @@ class HostParts:
     runner: Executor
     num_blocks: int
     policy: DraftPolicy | None = None
-    max_mixed_tokens: int | None = None
+    prompt_limit: PromptLimit | None = None
+    times: RoundTimes | None = None
 
 
 def _on_host(

@@ -170,6 +170,8 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     request_id: str | None = None
     priority: Priority = Priority.BATCH
+    cache_salt: str = ""
+    """Cached prompts are shared only among requests of one salt; the answer does not depend on it."""
 
     def __post_init__(self) -> None:
         given = [form for form in (self.messages, self.text, self.token_ids) if form is not None]
@@ -253,6 +255,8 @@ class Result:
     text: str = ""
     tokens: tuple[int, ...] = ()
     finish_reason: FinishReason = "error"
+    matched_stop: str | int | None = None
+    """The stop text, or the id of the stop token, that ended the answer; None where it ended otherwise."""
     usage: Usage = Usage()
     seed: int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
@@ -269,3 +273,7 @@ class Chunk(NamedTuple):
     text: str
     tokens: tuple[int, ...]
     result: Result | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache: known with the first piece, and the same in all."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `tokens` where the request asked for them."""

@@ -26,7 +26,8 @@ is never below what the host has committed, and registered is only what lies who
 Lower rank = (priority, arrival) goes first and is preempted last. Waiting sequences are placed strictly
 in that order, so within a class all running ones are older than all waiting ones; with a pool that
 holds any one sequence, the first in rank can always go on, and no livelock is possible. Preemption waits
-until nothing is in flight: what the sequence is to compute again must be known.
+until nothing is in flight: what the sequence is to compute again must be known. Where online waits for
+blocks or a seat of batch, no other round is launched before.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ class Residency:
         heapify(self._slots)
 
     @property
+    def max_num_seqs(self) -> int:
+        return self._max_num_seqs
+
+    @property
     def block_size(self) -> int:
         return self._blocks.block_size
 
@@ -64,6 +69,31 @@ class Residency:
 
     def add(self, sequence: SequenceState) -> None:
         _insert(self.waiting, sequence)
+
+    def first_class(self) -> Priority | None:
+        """The class of the first in rank of all; None where there is nobody."""
+        return min([queue[0].priority for queue in (self.running, self.waiting) if queue], default=None)
+
+    def online_kinds(self) -> set[bool]:
+        """Whether online sequences need the host, of those that run and wait: one, the other, or both."""
+        kinds: set[bool] = set()
+        for queue in (self.running, self.waiting):
+            kinds.update(
+                each.needs_host for each in queue[: bisect_right(queue, Priority.ONLINE, key=_priority)]
+            )
+        return kinds
+
+    def reclass(self, sequence: SequenceState, priority: Priority) -> None:
+        """Moves a sequence to another class, to its place by arrival there."""
+        queue = self.running if sequence.is_running else self.waiting
+        _remove(queue, sequence)
+        sequence.priority = priority
+        _insert(queue, sequence)
+
+    def num_waiting(self, priority: Priority) -> int:
+        """Sequences of a class that wait."""
+        waiting = self.waiting
+        return bisect_right(waiting, priority, key=_priority) - bisect_left(waiting, priority, key=_priority)
 
     def num_waiting_tokens(self, priority: Priority, most: int) -> int:
         """Known tokens of a class's waiting sequences that may find a seat and blocks now, up to `most`."""
@@ -93,7 +123,7 @@ class Residency:
         # A full pool with a queue is the common case of a batch: no need to look for a prefix then.
         if num_peers == num_running and watermark + 1 > self._blocks.num_free:
             return False
-        cached = self._blocks.match_prefix(sequence.known(0, sequence.num_known))
+        cached = self._blocks.match_prefix(sequence.known(0, sequence.num_known), sequence.salt)
         missing = self._blocks.blocks_for(sequence.num_known) - len(cached)
         if not self._take_from_lower(sequence, missing + watermark, budget) or not self._free_seat(budget):
             self._blocks.release(cached)
@@ -118,7 +148,7 @@ class Residency:
         if missing <= 0:
             return True
         if missing > self._blocks.num_free and not budget.may_preempt:
-            budget.preemption_wanted = True
+            budget.want_preemption(at_once=sequence.priority < self.running[-1].priority)
             return False
         while missing > self._blocks.num_free:
             victim = self.running[-1]
@@ -132,12 +162,15 @@ class Residency:
         """Room for a whole draft block wherever the next row begins; False if there is none.
 
         Only lower classes give way: within a class, a step without a draft costs less than computing
-        a sequence again. No round in flight is waited for either.
+        a sequence again. Rounds in flight are waited for only where a lower class can give way, and not at
+        once: one step without a draft costs less.
         """
         missing = self._missing(sequence, sequence.furthest + self._block_length)
         if missing <= 0:
             return True
         if missing > self._blocks.num_free and not budget.may_preempt:
+            if self._can_take(self._lower(sequence), missing):
+                budget.want_preemption(at_once=False)
             return False
         if not self._take_from_lower(sequence, missing, budget):
             return False
@@ -153,7 +186,7 @@ class Residency:
             parent = sequence.blocks[index - 1] if index else None
             tokens = sequence.known(index * size, (index + 1) * size)
             has_context = gap is None or (index + 1) * size <= gap
-            self._blocks.register(sequence.blocks[index], parent, tokens, has_context)
+            self._blocks.register(sequence.blocks[index], parent, tokens, has_context, sequence.salt)
         sequence.num_registered = num_full
 
     def rebuilt(self, sequence: SequenceState, begin: int) -> None:
@@ -176,6 +209,13 @@ class Residency:
         sequence.blocks = []
         sequence.slot = -1
 
+    def check_idle(self) -> None:
+        """Raises `IntegrityError` where somebody is left, or something is held though nobody is."""
+        left = [sequence.seq_id for sequence in (*self.running, *self.waiting)]
+        require(not left, f"sequences {left} run or wait in an idle engine")
+        require(len(self._slots) == self._max_num_seqs, f"{len(self._slots)} slots are free")
+        self._blocks.check_idle()
+
     def check_integrity(self) -> None:
         """Raises `IntegrityError` that names the sequence or block where the laws above are broken."""
         self._blocks.check_integrity(sequence.blocks for sequence in self.running)
@@ -189,7 +229,8 @@ class Residency:
             idle = not seq.blocks and seq.furthest == 0 and not seq.samples_ahead
             require(idle, f"waiting sequence {seq.seq_id} holds blocks or has rows in flight")
             latest = last_running.get(seq.priority)
-            passed = latest is not None and latest.rank > seq.rank
+            # What was held up for too long comes before those of its new class that run already.
+            passed = latest is not None and latest.rank > seq.rank and seq.promoted_at is None
             require(not passed, f"sequence {seq.seq_id} waits, though a later one of its class runs")
         for seq in self.running:
             self._check_running(seq)
@@ -213,22 +254,37 @@ class Residency:
     def _take_from_lower(self, sequence: SequenceState, wanted: int, budget: StepBudget) -> bool:
         """Makes `wanted` blocks free at the cost of lower classes; preempts none if that can't do."""
         if wanted > self._blocks.num_free:
-            lower = self.running[bisect_right(self.running, sequence.priority, key=_priority) :]
-            freed = self._blocks.num_freed_by(other.blocks for other in lower)
-            if wanted > self._blocks.num_free + freed:
+            lower = self._lower(sequence)
+            if not self._can_take(lower, wanted):
                 return False
             if not budget.may_preempt:
-                budget.preemption_wanted = True
+                budget.want_preemption(at_once=True)
                 return False
             while wanted > self._blocks.num_free:
                 self._preempt(lower.pop(), budget)
         return True
 
+    def _lower(self, sequence: SequenceState) -> list[SequenceState]:
+        """Running sequences of lower classes, the first to give way last."""
+        return self.running[bisect_right(self.running, sequence.priority, key=_priority) :]
+
+    def _can_take(self, lower: list[SequenceState], wanted: int) -> bool:
+        """Whether there are `wanted` blocks without these. Mostly the last few are enough to know."""
+        num_asked = 1
+        while lower:
+            freed = self._blocks.num_freed_by(other.blocks for other in lower[-num_asked:])
+            if wanted <= self._blocks.num_free + freed:
+                return True
+            if num_asked >= len(lower):
+                return False
+            num_asked *= 2
+        return False
+
     def _free_seat(self, budget: StepBudget) -> bool:
         """A seat for one more, if need be at the cost of the last in rank."""
         if len(self.running) >= self._max_num_seqs:
             if not budget.may_preempt:
-                budget.preemption_wanted = True
+                budget.want_preemption(at_once=True)
                 return False
             self._preempt(self.running[-1], budget)
         return True

@@ -12,18 +12,21 @@ in flight, and `plan` gives None until then.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
-from dflash_engine.blocks import BlockAllocator, require
+from dflash_engine.batch_room import BatchShare
+from dflash_engine.blocks import BlockAllocator, require, salt_digest
 from dflash_engine.drafting import Drafting, DraftPolicy
 from dflash_engine.errors import ConfigError
 from dflash_engine.plan import RowCommit, RowPlan, StepPlan
 from dflash_engine.request import Priority, SamplingParams
 from dflash_engine.residency import Residency
 from dflash_engine.sequence import SequenceState
-from dflash_engine.step_budget import Grant
+from dflash_engine.starvation import Starvation
+from dflash_engine.step_budget import Grant, PromptLimit
 from dflash_engine.step_filling import StepFilling
 
 
@@ -52,12 +55,17 @@ class Scheduler:
         prefix_caching: bool,
         rounds_ahead: int = 0,
         draft_policy: DraftPolicy | None = None,
-        max_mixed_tokens: int | None = None,
+        prompt_limit: PromptLimit | None = None,
+        share: BatchShare | None = None,
+        batch_starvation_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises `ConfigError` where the pool cannot hold one sequence of the longest kind.
 
-        `rounds_ahead` is how many rounds may be uncommitted when the next one is planned;
-        `max_mixed_tokens` is how many tokens of prompts a step may have in which others decode.
+        `rounds_ahead` is how many rounds may be uncommitted when the next one is planned; `prompt_limit` is
+        for prompts in a step in which others decode; `share` is what batch may have of a step with online
+        rows, None: all that is left. Batch that has stood still for `batch_starvation_s` because of online is
+        treated as online until it has a new token.
         """
         assert min(max_num_seqs, max_step_tokens, block_length) >= 1 and max_model_len >= 2
         # A round planned ahead may draft behind drafts in flight, past the longest answer.
@@ -75,9 +83,13 @@ class Scheduler:
         allocator = BlockAllocator(num_blocks, block_size, prefix_caching)
         self._residency = Residency(allocator, max_num_seqs, block_length)
         self._drafting = Drafting(draft_policy, block_length, max_model_len)
-        self._filling = StepFilling(
-            self._residency, self._drafting, max_step_tokens, max_mixed_tokens or max_step_tokens
-        )
+        limit = prompt_limit or PromptLimit(max_step_tokens)
+        self._filling = StepFilling(self._residency, self._drafting, max_step_tokens, limit, share)
+        self._share = share
+        self._starvation: Starvation | None = None
+        if batch_starvation_s is not None:
+            self._starvation = Starvation(self._residency, batch_starvation_s, clock)
+        self._rounds_without_aside = 0
         self._sequences: dict[int, SequenceState] = {}
         self._uncommitted: deque[dict[int, Grant]] = deque()
         self._draining = False
@@ -93,6 +105,7 @@ class Scheduler:
         sampling: SamplingParams,
         seed: int,
         priority: Priority,
+        cache_salt: str = "",
     ) -> None:
         """Puts a sequence in the queue of its class. `max_tokens` is capped to the model's length."""
         assert seq_id not in self._sequences and prompt and max_tokens >= 1, seq_id
@@ -106,6 +119,7 @@ class Scheduler:
             seed=seed,
             priority=priority,
             arrival=self._num_arrivals,
+            salt=salt_digest(cache_salt),
             needs_host=self._rounds_ahead > 0 and sampling.needs_host,
         )
         self._num_on_host += sequence.needs_host
@@ -115,23 +129,33 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; None when there is nothing to do before another commit, or at all.
 
-        At most `rounds_ahead` plans may be uncommitted. Anchors of all decoding sequences come first,
-        so that no prefill holds up a stream; then, class by class, drafts, chunks of prompts, and
-        admission with what is left. Sequences that need the host have steps of their own, in turn with
-        the others.
+        At most `rounds_ahead` plans may be uncommitted. Class by class, anchors of all decoding sequences
+        come first, so that no prefill holds up a stream; then drafts, chunks of prompts, and admission with
+        what is left. Sequences that need the host have steps of their own, in turn with the others.
         """
         in_flight = len(self._uncommitted)
         assert in_flight <= self._rounds_ahead, f"{in_flight} plans are not committed"
         if not self._sequences or (self._draining and in_flight):
             return None
+        due: Set[int] = frozenset()
+        if self._starvation is not None:
+            self._starvation.look()
+            due = self._starvation.due
         blocked = []
-        for on_host in self._turns():
+        turns, online_kind = self._turns()
+        for on_host in turns:
             kind = on_host if self._num_on_host else None
-            budget = self._filling.fill(kind, may_preempt=not in_flight)
+            aside = online_kind is not None and on_host != online_kind
+            budget = self._filling.fill(kind, may_preempt=not in_flight, aside=aside, due=due)
             if budget.preemption_wanted:
                 blocked.append(on_host)
+            if budget.is_urgent:
+                # What it was granted, it gets in the next plan, which preempts.
+                self._host_next, self._draining = on_host, True
+                return None
             if budget.grants:
                 break
+        self._rounds_without_aside = 0 if aside else self._rounds_without_aside + 1
         # Who waits for the others to drain goes first then, or it might find them in flight again.
         self._host_next = blocked[0] if blocked else not on_host
         self._draining = bool(blocked)
@@ -194,6 +218,11 @@ class Scheduler:
             preemptions=residency.num_preemptions,
         )
 
+    def check_idle(self) -> None:
+        """As `check_integrity` of a scheduler without sequences, in no time: a lone request ends in it."""
+        require(not self._sequences, f"sequences {sorted(self._sequences)} are known in an idle engine")
+        self._residency.check_idle()
+
     def check_integrity(self) -> None:
         """Raises `IntegrityError` that names the sequence or block whose books are wrong."""
         queued = sorted(s.seq_id for s in (*self._residency.waiting, *self._residency.running))
@@ -201,17 +230,29 @@ class Scheduler:
         require(queued == known, f"sequences {queued} wait or run, but {known} are known")
         self._residency.check_integrity()
 
-    def _turns(self) -> tuple[bool, ...]:
-        """Whether the step is one for sequences that need the host: what to try, in order."""
+    def _turns(self) -> tuple[tuple[bool, ...], bool | None]:
+        """Whether the step is one for sequences that need the host: what to try, in order; and of which of
+        the two kinds all online sequences are, if batch has others.
+
+        Then the other kind, which is of batch alone, has its turn after so many steps that it costs online
+        no more than batch rows in these would.
+        """
         if self._num_on_host in (0, len(self._sequences)):
-            return (self._num_on_host > 0,)
-        return (self._host_next, not self._host_next)
+            return (self._num_on_host > 0,), None
+        kinds = self._residency.online_kinds()
+        if len(kinds) != 1 or self._share is None:
+            return (self._host_next, not self._host_next), None
+        (first,) = kinds
+        turn = first != (self._rounds_without_aside >= self._share.rounds_between)
+        return (turn, not turn), first
 
     def _is_live(self, sequence: SequenceState) -> bool:
         return self._sequences.get(sequence.seq_id) is sequence
 
     def _forget(self, sequence: SequenceState) -> None:
         self._residency.forget(sequence)
+        if self._starvation is not None:
+            self._starvation.forget(sequence)
         self._num_on_host -= sequence.needs_host
         del self._sequences[sequence.seq_id]
 

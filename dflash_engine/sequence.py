@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dflash_engine.blocks import UNSALTED
 from dflash_engine.request import Priority, SamplingParams
 
 
@@ -26,10 +27,13 @@ class SequenceState:
     sampling: SamplingParams
     seed: int
     priority: Priority
+    """Its class now: of batch that was held up for too long, online for a while."""
     arrival: int
     """Order of `add`; kept through preemption."""
     needs_host: bool = False
     """Its tokens are chosen with the host's help, so none of its rounds can be planned ahead."""
+    salt: bytes = UNSALTED
+    """Digest of what its cached blocks are found by, beside their tokens."""
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     slot: int = -1
@@ -52,6 +56,11 @@ class SequenceState:
     """First position whose draft context is missing, counting what rounds in flight write."""
     rebuilding: bool = False
     """It does not decode until the missing context is written."""
+    promoted_at: int | None = None
+    """Tokens of output that it had when it was made online although it is of batch; None where it was not."""
+    stood_at: int = -1
+    """`num_fed` when it was last seen to have gone on, and when that was; for `Starvation` alone."""
+    stood_since_s: float = 0.0
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -20,5 +20,14 @@ class EngineStats:
     prompt_tokens: int = 0
     """Computed: not those from the prefix cache, and again after a preemption."""
     completion_tokens: int = 0
+    drafts: int = 0
+    """Passes of one request in which it had drafted tokens verified."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    kv_usage: float = 0.0
+    """Share of the KV blocks that sequences hold; what the prefix cache keeps is free."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens of a pass with a draft, the target's own included; 0 before the first one."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else 0.0

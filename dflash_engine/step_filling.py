@@ -1,52 +1,138 @@
-"""Who gets which part of a step's budget: the order in which running and waiting sequences are served."""
+"""Who gets which part of a step's budget: the order in which running and waiting sequences are served.
+
+Online is served as if there were no batch. Batch has what is left, as far as that hardly lengthens the step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Sequence, Set
+from operator import attrgetter
 
+from dflash_engine.batch_room import BatchShare, RoundSize
 from dflash_engine.drafting import Drafting
 from dflash_engine.request import Priority
 from dflash_engine.residency import Residency
 from dflash_engine.sequence import SequenceState
-from dflash_engine.step_budget import StepBudget, share_evenly
+from dflash_engine.step_budget import PromptLimit, StepBudget, share_evenly
 
 CROWD = 8
 """Sequences that wait or are prefilled: with so many, getting them all to decode soon is worth longer steps
 for those that do already."""
+
+_PRIORITY = attrgetter("priority")
 
 
 class StepFilling:
     """Fills one budget after the other, and remembers whose turn it is where one was too small."""
 
     def __init__(
-        self, residency: Residency, drafting: Drafting, max_step_tokens: int, max_mixed_tokens: int
+        self,
+        residency: Residency,
+        drafting: Drafting,
+        max_step_tokens: int,
+        prompt_limit: PromptLimit,
+        share: BatchShare | None = None,
     ) -> None:
-        """`max_mixed_tokens`: of prompts, in a step in which others decode; a long one would hold them up."""
+        """`share` says what batch may have of a step that has online rows; None: all that is left."""
         self._residency = residency
         self._drafting = drafting
         self._max_step_tokens = max_step_tokens
-        self._max_mixed_tokens = max_mixed_tokens
+        self._prompt_limit = prompt_limit
+        self._share = share
+        self._largest: RoundSize | None = None
         self._num_favours = 0
 
-    def fill(self, on_host: bool | None, *, may_preempt: bool) -> StepBudget:
-        """Grants of one step: for sequences that need the host, for those that don't, or (None) for all."""
+    def fill(
+        self, on_host: bool | None, *, may_preempt: bool, aside: bool = False, due: Set[int] = frozenset()
+    ) -> StepBudget:
+        """Grants of one step: for sequences that need the host, for those that don't, or (None) for all.
+
+        A step `aside` has batch alone and stands between two of online: it is no larger than these may be.
+        What is `due` of batch is served with online.
+        """
         decoding, feeding = self._sort_out(on_host)
-        kept_for = self._first_pending(decoding, feeding, on_host)
-        budget = StepBudget(self._max_step_tokens, kept_for, may_preempt=may_preempt)
-        granted = self._grant_anchors(budget, decoding)
+        budget = StepBudget(self._max_step_tokens, may_preempt=may_preempt)
+        if self._residency.first_class() == Priority.ONLINE:
+            online, decoding = _split(decoding, due)
+            fed, feeding = _split(feeding, due)
+            self._serve(budget, Priority.ONLINE, on_host, online, fed)
+        if budget.grants:
+            self._serve_beside(budget, on_host, decoding, feeding)
+        else:
+            if aside and self._largest is not None:
+                budget.narrow(self._largest)
+            self._serve(budget, Priority.BATCH, on_host, decoding, feeding)
+        return budget
+
+    def _serve(
+        self,
+        budget: StepBudget,
+        priority: Priority,
+        on_host: bool | None,
+        decoding: list[SequenceState],
+        feeding: list[SequenceState],
+    ) -> None:
+        """A class whose rows make the step what it is."""
+        granted = self._begin(budget, priority, on_host, decoding, feeding)
+        if granted and len(feeding) + self._residency.num_waiting(priority) < CROWD:
+            budget.limit_prompts(self._prompt_limit, len(granted))
         known_left = sum([sequence.num_left for sequence in feeding])
-        if granted and len(feeding) + len(self._residency.waiting) < CROWD:
-            budget.limit_prompts(self._max_mixed_tokens)
         num_draft = self._drafting.choose(granted, min(known_left, budget.left_for_prompts()))
         wants = [want for want in zip(granted, num_draft, strict=True) if want[1]]
-        for priority in Priority:
-            drafting = [want for want in wants if want[0].priority == priority]
-            fed = [sequence for sequence in feeding if sequence.priority == priority]
-            if drafting:
-                self._grant_drafts(budget, drafting, budget.left() - self._kept(budget, fed, priority))
-            self._grant_chunks(budget, fed)
-            self._admit(budget, priority, on_host)
-        return budget
+        self._go_on(budget, priority, on_host, wants, feeding)
+
+    def _serve_beside(
+        self,
+        budget: StepBudget,
+        on_host: bool | None,
+        decoding: list[SequenceState],
+        feeding: list[SequenceState],
+    ) -> None:
+        """Batch in a step that has online rows: the policy has chosen for these, and is not asked again."""
+        most = RoundSize(self._max_step_tokens, self._residency.max_num_seqs, self._residency.max_num_seqs)
+        num_drafting = most.num_drafting
+        if self._share is not None:
+            online = budget.size
+            largest = self._share.largest(online, most, with_context=self._drafting.write_context)
+            budget.narrow(largest)
+            self._largest = largest
+            num_drafting = largest.num_drafting - online.num_drafting
+        if not budget.is_full:
+            budget.limit_prompts(self._prompt_limit, budget.size.num_rows)
+            granted = self._begin(budget, Priority.BATCH, on_host, decoding, feeding)
+            drafting = sorted(granted, key=_turn)[:num_drafting] if len(granted) > num_drafting else granted
+            wants = [
+                (sequence, num) for sequence in drafting if (num := self._drafting.most_beside(sequence))
+            ]
+            self._go_on(budget, Priority.BATCH, on_host, wants, feeding)
+
+    def _begin(
+        self,
+        budget: StepBudget,
+        priority: Priority,
+        on_host: bool | None,
+        decoding: list[SequenceState],
+        feeding: list[SequenceState],
+    ) -> list[SequenceState]:
+        """The turn of a class, with its anchors; gives those that got theirs."""
+        budget.keep_for(None)
+        budget.keep_for(self._first_pending(budget, priority, on_host, decoding, feeding))
+        return self._grant_anchors(budget, decoding)
+
+    def _go_on(
+        self,
+        budget: StepBudget,
+        priority: Priority,
+        on_host: bool | None,
+        wants: list[tuple[SequenceState, int]],
+        feeding: list[SequenceState],
+    ) -> None:
+        """What a class has behind its anchors: drafts, chunks of prompts, and who comes in."""
+        if wants:
+            self._grant_drafts(budget, wants, budget.left() - self._kept(budget, feeding, priority))
+        self._grant_chunks(budget, feeding)
+        self._admit(budget, priority, on_host)
 
     def _sort_out(self, on_host: bool | None) -> tuple[list[SequenceState], list[SequenceState]]:
         """Running sequences that decode, and those that feed known tokens, in order of rank.
@@ -69,25 +155,36 @@ class StepFilling:
         return decoding, feeding
 
     def _first_pending(
-        self, decoding: Sequence[SequenceState], feeding: Sequence[SequenceState], on_host: bool | None
+        self,
+        budget: StepBudget,
+        priority: Priority,
+        on_host: bool | None,
+        decoding: Sequence[SequenceState],
+        feeding: Sequence[SequenceState],
     ) -> SequenceState | None:
-        """Whom one token is kept for, so that anchors and drafts cannot hold it up for ever.
+        """Whom one token is kept for, so that anchors and drafts of its class cannot hold it up for ever.
 
-        The first in rank that is not decoding; a waiting one only if a lower class is running, and
-        of a budget of one token only if no decoding one goes before it.
+        The first in rank that is not decoding; a waiting one only if a lower class is running or it was
+        held up for too long, and where one token is left only if no decoding one goes before it.
         """
         running, waiting = self._residency.running, self._residency.waiting
         pending = list(feeding[:1])
-        if self._is_next(waiting, on_host) and (not running or waiting[0].priority < running[-1].priority):
+        if (
+            self._is_next(waiting, on_host)
+            and waiting[0].priority == priority
+            and (not running or priority < running[-1].priority or self._is_held_up(waiting[0], budget))
+        ):
             pending.append(waiting[0])
         first = min(pending, key=lambda sequence: sequence.rank, default=None)
-        if first is None or (self._max_step_tokens == 1 and decoding and decoding[0].rank < first.rank):
+        if first is None or (budget.left() == 1 and decoding and decoding[0].rank < first.rank):
             return None
         return first
 
     def _grant_anchors(self, budget: StepBudget, decoding: list[SequenceState]) -> list[SequenceState]:
         """Those that got their anchor, in order of rank."""
-        in_turn = sorted(decoding, key=_turn) if len(decoding) > budget.left() else decoding
+        rows_left = budget.rows_left()
+        num = budget.left() if rows_left is None else min(budget.left(), rows_left)
+        in_turn = sorted(decoding, key=_turn)[:rows_left] if len(decoding) > num else decoding
         for sequence in in_turn:
             if budget.left() < 1:
                 break
@@ -149,12 +246,26 @@ class StepFilling:
         """Nobody overtakes the first in the queue: those behind one of the other kind wait for its turn."""
         return bool(waiting) and (on_host is None or waiting[0].needs_host == on_host)
 
+    def _is_held_up(self, sequence: SequenceState, budget: StepBudget) -> bool:
+        """Of batch, made online. It may find no place: its token must not be the only one."""
+        return sequence.promoted_at is not None and budget.left() > 1
+
     def _favour(self, sequences: Sequence[SequenceState]) -> None:
         for sequence in sequences:
             self._num_favours += 1
             sequence.last_favoured = self._num_favours
 
 
-def _turn(sequence: SequenceState) -> tuple[int, int, int]:
-    """Order in which a scarce budget is handed out: by class, then whoever was favoured longest ago."""
-    return (sequence.priority, sequence.last_favoured, sequence.arrival)
+def _split(ranked: list[SequenceState], due: Set[int]) -> tuple[list[SequenceState], list[SequenceState]]:
+    """Online, with what is due of batch, and the rest of batch, of a list in order of rank."""
+    first_batch = bisect_left(ranked, Priority.BATCH, key=_PRIORITY)
+    online, batch = ranked[:first_batch], ranked[first_batch:]
+    if due:
+        online += [sequence for sequence in batch if sequence.seq_id in due]
+        batch = [sequence for sequence in batch if sequence.seq_id not in due]
+    return online, batch
+
+
+def _turn(sequence: SequenceState) -> tuple[int, int]:
+    """Order in which a scarce budget is handed out: to whoever was favoured longest ago."""
+    return (sequence.last_favoured, sequence.arrival)

@@ -41,7 +41,7 @@ class Accepted(NamedTuple):
 class StopWatcher:
     """Turns one sequence's committed tokens into text until the answer ends."""
 
-    __slots__ = ("_held", "_left", "_stop_tokens", "_stops", "_stream")
+    __slots__ = ("_held", "_left", "_stop_tokens", "_stops", "_stream", "matched")
 
     def __init__(
         self,
@@ -58,6 +58,8 @@ class StopWatcher:
         self._left = max_tokens
         # Text not shown yet, because it may be the beginning of a stop string.
         self._held = ""
+        self.matched: str | int | None = None
+        """The stop string or stop token that ended the answer, if one did."""
 
     def accept(self, tokens: Sequence[int]) -> Accepted:
         """Takes newly committed tokens; not to be called again once one call gave a `finish`.
@@ -73,6 +75,7 @@ class StopWatcher:
             before = next(at for at, token in enumerate(tokens) if token in self._stop_tokens)
             if before < left:
                 kept, finish, with_text = before + 1, "stop", tokens[:before]
+                self.matched = tokens[before]
         if finish is None and kept >= left:
             kept, finish, with_text = left, "length", tokens[:left]
         self._left = 0 if finish else left - kept
@@ -89,7 +92,10 @@ class StopWatcher:
         if not self._left:
             return ""
         text, self._held, self._left = self._held + self._stream.flush(), "", 0
-        return text[: self._first_stop(text)]
+        if (found := self._first_stop(text)) is None:
+            return text
+        end, self.matched = found
+        return text[:end]
 
     def _accept_text(self, tokens: Sequence[int], kept: int, finish: FinishReason | None) -> Accepted:
         """Takes tokens that have text, looking for stop strings."""
@@ -112,14 +118,16 @@ class StopWatcher:
         text, self._held, self._left = self._held, "", 0
         for number, piece in enumerate(pieces, start=1):
             text += piece
-            if (end := self._first_stop(text)) is not None:
+            if (found := self._first_stop(text)) is not None:
+                end, self.matched = found
                 # The piece behind the tokens' is what the flush gave.
                 return Accepted(min(number, kept), text[:end], "stop")
         raise AssertionError("no piece completes a stop string")
 
-    def _first_stop(self, text: str) -> int | None:
-        """Where the first stop string begins, if there is one."""
-        return min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+    def _first_stop(self, text: str) -> tuple[int, str] | None:
+        """Where the first stop string begins, if there is one, and the shortest that begins there."""
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(found, key=lambda each: (each[0], len(each[1])), default=None)
 
 
 def num_begun(stop: str, text: str) -> int:

@@ -15,10 +15,20 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dflash_engine.batch_room import BatchShare
 from dflash_engine.plan import RowCommit, RowPlan, StepPlan
 from dflash_engine.request import Priority
 from dflash_engine.scheduler import Scheduler
+from dflash_engine.step_times import StepTimes
 from tests.dflash_engine.fake_texts import ON_HOST, PLAIN, VOCABULARY, MoodyPolicy, Text
+
+
+def steep(rng: random.Random) -> StepTimes:
+    """Where a step becomes dearer at every few tokens."""
+    sizes = sorted(rng.sample(range(1, 60), 20))
+    table = {size: 1 + 0.05 * size for size in sizes}
+    return StepTimes(table, table, table, host_s=1.0, host_row_s=rng.choice([0.0, 0.2]))
+
 
 Pool = dict[tuple[int, int], bytes]
 
@@ -32,8 +42,17 @@ class Round(NamedTuple):
 class World:
     """A scheduler of random small sizes, random requests, the two pools, and rounds in flight."""
 
-    def __init__(self, seed: int, rounds_ahead: int = 0, policy: bool = False, on_host: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        rounds_ahead: int = 0,
+        policy: bool = False,
+        on_host: bool = False,
+        online_first: bool = False,
+        starving: bool = False,
+    ) -> None:
         rng = self.rng = random.Random(seed)
+        self.now_s = 0.0
         self.rounds_ahead = rounds_ahead
         self.block_size = rng.randint(1, 5)
         self.block_length = rng.randint(1, 6)
@@ -55,7 +74,11 @@ class World:
             prefix_caching=self.prefix_caching,
             rounds_ahead=rounds_ahead,
             draft_policy=self.policy,
+            share=BatchShare(steep(rng), rng.choice([1.0, 1.2, 2.0])) if online_first else None,
+            batch_starvation_s=2.0 if starving else None,
+            clock=self.clock,
         )
+        self.starving = starving
         self.eagerness = rng.choice([0.6, 1.0])
         """How often the next round is planned where the last one could be waited for."""
         self.samplings = [PLAIN, PLAIN, ON_HOST] if on_host else [PLAIN]
@@ -69,6 +92,11 @@ class World:
         self.cached: dict[tuple[bytes, int], list[bytes]] = {}
         """What stood in each registered block when it was first seen."""
         self.seen: Counter[str] = Counter()
+
+    def clock(self) -> float:
+        """A second for each step that is planned, more or less."""
+        self.now_s += self.rng.random() * 2
+        return self.now_s
 
     def run(self, num_requests: int) -> None:
         added = 0
@@ -209,6 +237,12 @@ class World:
         first = min(going, key=lambda seq_id: (going[seq_id].priority, going[seq_id].arrival))
         for row in rows:
             self.texts[row.seq_id].steps_without_row = 0
+        if self.starving:  # then batch is first now and then, and how long it waits is bounded by the clock
+            self.seen["promoted"] += any(
+                seq.promoted_at is not None for seq in self.scheduler._residency.running
+            )
+            self.seen["due"] += bool(self.scheduler._starvation.due & {row.seq_id for row in rows})
+            return
         if first not in {row.seq_id for row in rows}:
             going[first].steps_without_row += 1
         turns = self.max_num_seqs if self.max_step_tokens < self.max_num_seqs else 1

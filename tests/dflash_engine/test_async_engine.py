@@ -18,6 +18,7 @@ from dflash_engine import (
     Request,
     SamplingParams,
 )
+from dflash_engine.health import EngineHealth, Heartbeat
 from dflash_engine.runner import Runner
 from tests.helpers import tiny_draft_folder, tiny_model_folder
 
@@ -132,6 +133,51 @@ def test_online_requests_go_ahead_of_batch_ones(folders):
     asyncio.run(main())
 
 
+def test_a_round_that_hangs_is_found_and_a_rest_is_none(folders, monkeypatch):
+    hanging, released = threading.Event(), threading.Event()
+    execute = Runner.execute
+
+    def hang(*arguments):
+        hanging.set()
+        assert released.wait(20)
+        return execute(*arguments)
+
+    async def scenario(engine):
+        now = [100.0]
+        engine._heartbeat._clock = lambda: now[0]
+        assert engine.health() == EngineHealth(alive=True, stalled_s=0.0)
+        monkeypatch.setattr(Runner, "execute", hang)
+        answer = asyncio.create_task(engine.generate(request(1)))
+        assert await asyncio.to_thread(hanging.wait, 20)
+        now[0] += 75
+        assert engine.health() == EngineHealth(alive=True, stalled_s=75.0)
+        released.set()
+        assert len((await answer).tokens) == 20
+        # The last piece is given out before the thread has seen that nothing is left.
+        engine._tell(hanging.clear)
+        while hanging.is_set() or engine._heartbeat._since_s is not None:
+            await asyncio.sleep(0)
+        now[0] += 1000
+        assert engine.health() == EngineHealth(alive=True, stalled_s=0.0)
+        return engine
+
+    assert not run(folders, scenario).health().alive
+
+
+def test_time_without_a_beat_counts_from_the_last_one():
+    now = [5.0]
+    heart = Heartbeat(lambda: now[0])
+    assert heart.stalled_s() == 0
+    heart.beat()
+    now[0] = 7.0
+    assert heart.stalled_s() == 2
+    heart.beat()
+    assert heart.stalled_s() == 0
+    now[0] = 9.0
+    heart.rest()
+    assert heart.stalled_s() == 0
+
+
 def test_a_dead_engine_says_so_to_everyone_and_for_ever(folders, monkeypatch):
     def fail(*_):
         raise RuntimeError("the device fell off")
@@ -145,6 +191,7 @@ def test_a_dead_engine_says_so_to_everyone_and_for_ever(folders, monkeypatch):
         assert all(isinstance(result, EngineDead) and "fell off" in str(result) for result in results)
         with pytest.raises(EngineDead):
             await engine.generate(request(1))
+        assert not engine.health().alive
 
     run(folders, scenario)
 

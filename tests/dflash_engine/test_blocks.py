@@ -5,21 +5,29 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from array import array
 
 import pytest
 
-from dflash_engine.blocks import BlockAllocator, IntegrityError, OutOfBlocks, chain_digest
+from dflash_engine.blocks import (
+    UNSALTED,
+    BlockAllocator,
+    IntegrityError,
+    OutOfBlocks,
+    chain_digest,
+    salt_digest,
+)
 
 
-def computed(allocator: BlockAllocator, tokens: list[int]) -> list[int]:
+def computed(allocator: BlockAllocator, tokens: list[int], salt: bytes = UNSALTED) -> list[int]:
     """A table whose full blocks are registered, as a sequence with these tokens would hold it."""
     size = allocator.block_size
-    blocks = allocator.match_prefix(tokens)
+    blocks = allocator.match_prefix(tokens, salt)
     known = len(blocks)
     blocks += allocator.allocate(allocator.blocks_for(len(tokens)) - known)
     for index in range(known, len(tokens) // size):
         parent = blocks[index - 1] if index else None
-        allocator.register(blocks[index], parent, tokens[index * size : (index + 1) * size])
+        allocator.register(blocks[index], parent, tokens[index * size : (index + 1) * size], salt=salt)
     return blocks
 
 
@@ -32,6 +40,15 @@ def test_blocks_are_handed_out_once_and_come_back() -> None:
     allocator.release(first)
     assert allocator.num_free == 2
     assert sorted(allocator.allocate(2)) == sorted(first)
+
+
+def test_an_idle_pool_has_all_its_blocks_back_whether_cached_or_not() -> None:
+    allocator = BlockAllocator(5, 2, prefix_caching=True)
+    held = computed(allocator, [1, 2, 3])
+    with pytest.raises(IntegrityError, match="2 of 5 blocks are held"):
+        allocator.check_idle()
+    allocator.release(held)
+    allocator.check_idle()
 
 
 def test_asking_for_too_many_blocks_takes_none() -> None:
@@ -51,6 +68,20 @@ def test_a_prefix_is_found_while_held_and_after_release() -> None:
     assert allocator.num_free == 8
     assert allocator.match_prefix([1, 2, 9, 9, 9]) == held[:1]
     allocator.check_integrity([held[:1]])
+
+
+def test_a_prefix_is_found_under_its_own_salt_alone() -> None:
+    allocator = BlockAllocator(9, 2, prefix_caching=True)
+    tables = {salt: computed(allocator, [1, 2, 3, 4, 5], salt_digest(salt)) for salt in ("", "one", "two")}
+    assert len({block for table in tables.values() for block in table}) == 9
+    for salt, table in tables.items():
+        assert allocator.match_prefix([1, 2, 3, 4, 9], salt_digest(salt)) == table[:2]
+    assert allocator.match_prefix([1, 2, 3, 4, 9], salt_digest("three")) == []
+
+
+def test_no_salt_leads_into_the_middle_of_another_prefix() -> None:
+    tokens = (1, 2, 3)
+    assert salt_digest(array("q", tokens).tobytes().decode()) != chain_digest(UNSALTED, tokens)
 
 
 def test_the_last_token_is_never_taken_from_the_cache() -> None:

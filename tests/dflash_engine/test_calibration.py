@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 
 import pytest
 
-from dflash_engine.calibration import WAYS, Calibration, Limits
+from dflash_engine.calibration import LONG, SHORT, WAYS, Calibration, Limits
 from dflash_engine.gpu_runner import RoundOutput
 from dflash_engine.plan import StepPlan
 from dflash_engine.round_layout import SIZES
@@ -71,6 +72,36 @@ def test_every_round_could_be_one_of_a_scheduler(max_num_seqs: int, num_draft: i
                 assert end <= max_model_len + 2 * (num_draft + 1)
                 assert end <= len(row.block_table) * BLOCK_SIZE
                 assert set(row.block_table) == {0}
+
+
+def test_chunks_of_one_prompt_are_warmed_up_in_every_size_of_a_tile_near_and_far():
+    made, runner = calibration(Limits(256, 100, 4000), num_draft=7)
+    made.warm_up()
+    alone = {(plan.rows[0].num_tokens, plan.rows[0].start) for plan in runner.plans if len(plan.rows) == 1}
+    assert {(num, start) for num in (2, 4, 8, 16, 32, 64) for start in (SHORT, LONG)} <= alone
+    assert max(num for num, _ in alone) <= 100
+
+
+@dataclass
+class Attending(TimedRunner):
+    """Each token takes a nanosecond more for each position before it."""
+
+    def collect(self, plan: StepPlan) -> RoundOutput:
+        output = super().collect(plan)
+        assert output.times is not None
+        keys = sum(row.num_tokens * row.start for row in plan.rows)
+        times = output.times._replace(verify_ns=output.times.verify_ns + keys)
+        return RoundOutput((), times.busy_ns, None, times)
+
+
+def test_keys_weigh_as_much_as_the_rest_of_a_token_behind_the_span():
+    for length, expected in ((10_000, 1000.0), (600, 1000.0), (300, math.inf)):
+        limits = Limits(4, 2048, length)
+        num_blocks = -(-length // BLOCK_SIZE)
+        span = Calibration(Attending(), limits, num_blocks, 0).attention_span()
+        assert span == pytest.approx(expected, rel=0.01)
+    made, _ = calibration(Limits(4, 2048, 10_000), 0)
+    assert made.attention_span() == math.inf
 
 
 def test_times_come_out_by_size_without_the_hiccups():

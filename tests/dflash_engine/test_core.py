@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from dflash_engine import DFlashEngine, Request, SamplingParams, loading
 from dflash_engine.config import EngineConfig
 from dflash_engine.core import EngineCore
 from dflash_engine.plan import StepOutput, StepPlan
-from dflash_engine.request import Result
+from dflash_engine.request import Priority, Result
 from dflash_engine.runner import Runner
 from dflash_engine.scheduler import Scheduler
 from tests.dflash_engine.exactness import answer, together, with_sampling
@@ -271,3 +272,44 @@ def test_the_policy_is_told_what_is_slower_host_or_device(
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock))
     finish(core)
     assert listener.seconds and set(listener.seconds) == {told_s}
+
+
+@pytest.mark.parametrize("late_rounds", [False, True], ids=["waited for", "one ahead"])
+def test_batch_disturbed_by_online_arrivals_gives_its_answers_and_online_is_in_the_next_round(
+    late_rounds: bool, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = [request(index, 24) for index in range(5)]
+    online = [replace(request(10 + index, 6), priority=Priority.ONLINE) for index in range(4)]
+    expected = together(DFlashEngine(**folders, **SETTINGS), [*batch, *online])
+    if late_rounds:
+        monkeypatch.setattr(loading, "Runner", lambda *arguments: LateRunner(Runner(*arguments)))
+        monkeypatch.setattr(loading, "Scheduler", lambda **given: Scheduler(**{**given, "rounds_ahead": 1}))
+    core = core_with(folders, *batch, kv_cache_tokens=144, max_num_seqs=4)
+    results: dict[int, Result] = {}
+    planned: list[set[int]] = []
+    rounds = core._pipeline.rounds
+
+    def spy(plan: StepPlan | None) -> Any:
+        planned.append(rows_of(plan))
+        return rounds(plan)
+
+    monkeypatch.setattr(core._pipeline, "rounds", spy)
+    for each in online:
+        for _ in range(3):
+            results |= ended(core)
+        seq_id, before = core.add(core.prepare(each)), len(planned)
+        for _ in range(2):
+            results |= ended(core)
+        launched = [rows for rows in planned[before:] if rows]
+        assert seq_id in launched[0], "a round of batch was launched before it"
+    results |= finish(core)
+    assert [answer(results[seq_id]) for seq_id in sorted(results)] == expected
+    assert core.stats().preemptions >= 2
+
+
+def rows_of(plan: StepPlan | None) -> set[int]:
+    return {row.seq_id for row in plan.rows} if plan is not None else set()
+
+
+def ended(core: EngineCore) -> dict[int, Result]:
+    return {seq_id: chunk.result for seq_id, chunk in core.step() if chunk.result is not None}

@@ -85,6 +85,27 @@ def test_the_pieces_of_a_stream_are_the_text_and_tokens_of_the_result(engine):
     assert len(chunks) > 5
 
 
+def test_the_first_piece_says_what_came_from_the_cache_and_each_has_its_log_probabilities(engine):
+    prompt = "The same beginning of every prompt, which is longer than a block of the cache."
+    engine.generate(prompt, max_tokens=5)
+    chunks = list(engine.stream(prompt, max_tokens=12, ignore_eos=True, logprobs=2))
+    result = chunks[-1].result
+    assert {chunk.cached_tokens for chunk in chunks} == {result.usage.cached_tokens} != {0}
+    assert all([each.token for each in chunk.logprobs] == list(chunk.tokens) for chunk in chunks)
+    assert sum((chunk.logprobs for chunk in chunks), ()) == result.logprobs
+
+
+def test_requests_of_different_salts_share_no_cached_prompt_and_have_the_same_answer(engine):
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
+    prompt = tuple(range(20, 60))
+    results = [
+        engine.generate(Request(token_ids=prompt, sampling=params, cache_salt=salt))
+        for salt in ("one", "two", "one", "", "two")
+    ]
+    assert len({result.tokens for result in results}) == 1
+    assert [result.usage.cached_tokens > 0 for result in results] == [False, False, True, False, True]
+
+
 def test_a_stream_that_is_left_early_gives_its_blocks_back(folders):
     target, draft = folders
     engine = DFlashEngine(target, draft=draft, max_model_len=100, kv_cache_tokens=112, threads=1)
@@ -134,11 +155,13 @@ def test_stop_strings_and_tokens_end_an_answer_where_they_stand(engine):
     middle = whole.text[len(whole.text) // 2 :][:3]
     cut = engine.generate("One", max_tokens=40, temperature=1.0, seed=2, ignore_eos=True, stop=middle)
     assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(middle)], "stop")
+    assert (whole.matched_stop, cut.matched_stop) == (None, middle)
     token = whole.tokens[10]
     ended = engine.generate(
         "One", max_tokens=40, temperature=1.0, seed=2, ignore_eos=True, stop_token_ids=[token]
     )
     assert ended.tokens == whole.tokens[: whole.tokens.index(token) + 1] and ended.finish_reason == "stop"
+    assert ended.matched_stop == token
 
 
 def test_a_failed_step_kills_the_engine_with_its_reason(folders, monkeypatch):

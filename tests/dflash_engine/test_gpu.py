@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 
-from dflash_engine import DFlashEngine
+from dflash_engine import DFlashEngine, Request, SamplingParams
 from dflash_engine.gpu_runner import GpuRunner
 from tests.dflash_engine.device_kv import assert_kv_does_not_depend_on_the_way
 from tests.dflash_engine.device_ops import drafts_that_are_often_right
@@ -85,6 +88,35 @@ def test_a_policy_that_measures_gives_the_same_answers(folders: dict[str, dict[s
     assert num_graphs(engine) > 0
     for _ in range(3):
         assert together(engine, requests) == wanted
+
+
+def test_nothing_is_compiled_once_an_engine_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compilation holds up every stream for a second: rows in any number, far and near, with and without
+    drafts, beside a long prompt."""
+    target = tiny_model_folder(tmp_path, "llama", max_position_embeddings=4096)
+    sizes = {"max_model_len": 4000, "kv_cache_tokens": 12_000, "max_step_tokens": 512}
+    draft = str(tiny_draft_folder(tmp_path, target))
+    engines = [DFlashEngine(str(target), **(SETTINGS | sizes | {"draft": each})) for each in (draft, None)]
+    compiled: list[str] = []
+
+    def noticed(*, repr: str, **_: object) -> None:
+        compiled.append(repr)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", noticed)
+    noise = random.Random(0)
+    for engine in engines:
+        for num in (1, 2, 3, 5, 11):
+            requests = [
+                Request(
+                    token_ids=tuple(noise.randrange(3, 300) for _ in range(noise.choice([1, 30, 700, 3000]))),
+                    sampling=SamplingParams(max_tokens=40, ignore_eos=True),
+                )
+                for _ in range(num)
+            ]
+            together(engine, requests)
+    assert not compiled
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from dflash_engine.blocks import IntegrityError
 from dflash_engine.errors import ConfigError
 from dflash_engine.plan import RowCommit
 from dflash_engine.request import Priority
+from dflash_engine.step_budget import LEAST_CHUNK, PromptLimit
 from dflash_engine.step_filling import CROWD
 from tests.dflash_engine.schedules import NEXT, add, fed, plan, scheduler, step
 
@@ -93,15 +95,37 @@ def test_decoding_goes_first_and_a_prompt_gets_what_is_left() -> None:
 
 
 def test_while_others_decode_a_prompt_gets_no_more_than_its_share_of_a_step() -> None:
-    engine = scheduler(max_mixed_tokens=8)
+    engine = scheduler(prompt_limit=PromptLimit(9))
     add(engine, 1, 20)
     assert fed(step(engine)) == {1: (20, 0)}
     add(engine, 2, 20)
     assert [fed(step(engine))[2] for _ in range(3)] == [(8, 0), (8, 0), (4, 0)]
 
 
+def test_tokens_far_behind_in_a_prompt_count_for_more_and_a_few_are_always_fed() -> None:
+    engine = scheduler(
+        prompt_limit=PromptLimit(65, span=64), max_step_tokens=200, max_model_len=1000, num_blocks=500
+    )
+    add(engine, 1, 20)
+    step(engine)
+    add(engine, 2, 400)
+    # 64, then 64 / (1 + 64 / 64), and so on.
+    assert [fed(step(engine))[2][0] for _ in range(4)] == [64, 32, 25, 22]
+    chunks = [fed(step(engine))[2][0] for _ in range(10)]
+    assert min(chunks) == LEAST_CHUNK and sum(chunks) + 143 <= 400
+
+
+def test_many_who_decode_leave_prompts_a_quarter_of_the_limit() -> None:
+    engine = scheduler(prompt_limit=PromptLimit(8), max_num_seqs=20, num_blocks=400)
+    for seq_id in range(1, 13):
+        add(engine, seq_id, 2)
+    step(engine)
+    add(engine, 20, 9)
+    assert fed(step(engine))[20] == (2, 0)
+
+
 def test_a_crowd_of_prompts_is_not_held_back_for_those_who_decode() -> None:
-    engine = scheduler(max_mixed_tokens=8, max_num_seqs=16, num_blocks=400)
+    engine = scheduler(prompt_limit=PromptLimit(8), max_num_seqs=16, num_blocks=400)
     add(engine, 1, 5)
     step(engine)
     for seq_id in range(2, 2 + CROWD):
@@ -139,26 +163,27 @@ def test_a_budget_smaller_than_the_number_of_sequences_goes_around() -> None:
     assert [sum(seq_id in each for each in rows) for seq_id in (1, 2, 3)] == [4, 4, 4]
 
 
-def test_an_online_prompt_goes_before_the_drafts_of_batch_but_not_before_their_anchors() -> None:
+def test_an_online_prompt_has_the_whole_budget_before_batch_has_its_anchors() -> None:
     engine = scheduler(max_step_tokens=8)
     add(engine, 1, 4)
     add(engine, 2, 4)
     step(engine)
-    add(engine, 3, 20, priority=Priority.ONLINE)
-    assert fed(step(engine)) == {1: (1, 0), 2: (1, 0), 3: (6, 0)}
+    add(engine, 3, 13, priority=Priority.ONLINE)
+    assert fed(step(engine)) == {3: (8, 0)}
+    assert fed(step(engine)) == {3: (5, 0), 1: (1, 1), 2: (1, 0)}
 
 
-def test_an_online_prompt_goes_on_even_where_anchors_would_take_the_whole_budget() -> None:
+def test_a_prompt_goes_on_even_where_anchors_of_its_class_would_take_the_whole_budget() -> None:
     engine = scheduler(max_step_tokens=2, block_length=1)
-    for seq_id in (1, 2):
-        add(engine, seq_id, 1)
+    add(engine, 9, 1)
     step(engine)
+    for seq_id in (1, 2):
+        add(engine, seq_id, 1, priority=Priority.ONLINE)
+    assert set(step(engine)) == {1, 2}
     add(engine, 3, 3, priority=Priority.ONLINE)
-    for start in range(3):
-        rows = step(engine)
-        assert (rows[3].start, len(rows)) == (start, 2)
-    add(engine, 4, 1, priority=Priority.ONLINE)
-    assert list(step(engine)) == [3, 4]
+    steps = [step(engine) for _ in range(3)]
+    assert [rows.pop(3).start for rows in steps] == [0, 1, 2]
+    assert [set(rows) for rows in steps] == [{1}, {2}, {1}]
 
 
 def test_drafts_leave_half_of_the_budget_to_prompts() -> None:
@@ -190,6 +215,16 @@ def test_with_a_budget_of_one_token_the_first_in_rank_goes_on_alone() -> None:
     add(engine, 3, 2, priority=Priority.ONLINE)
     rows += [step(engine) for _ in range(3)]
     assert [list(each) for each in rows] == [[1]] * 3 + [[3]] * 3
+
+
+def test_an_idle_scheduler_says_who_is_left() -> None:
+    engine = scheduler()
+    engine.check_idle()
+    add(engine, 7, 6)
+    with pytest.raises(IntegrityError, match=r"sequences \[7\] are known"):
+        engine.check_idle()
+    engine.abort(7)
+    engine.check_idle()
 
 
 def test_abort_releases_waiting_and_running_sequences() -> None:

@@ -16,12 +16,21 @@ WAYS: dict[str, dict[str, Any]] = {
     "one round ahead, with logprobs in between": {"rounds_ahead": 1, "on_host": True},
     "drafts in spells": {"policy": True},
     "one round ahead, drafts in spells": {"rounds_ahead": 1, "policy": True, "on_host": True},
+    "online first": {"rounds_ahead": 1, "policy": True, "on_host": True, "online_first": True},
+    "online first, batch with a bound": {
+        "rounds_ahead": 1,
+        "on_host": True,
+        "online_first": True,
+        "starving": True,
+    },
 }
 REACHED = {
     "one round at a time": "preempted cached drafts chunks shared",
     "one round ahead": "preempted cached drafts chunks shared ahead held-back thrown-away aborted-in-flight",
     "one round ahead, drafts in spells": "preempted cached drafts chunks shared ahead on-host rebuilt "
     "without-context thrown-away",
+    "online first": "preempted cached drafts chunks shared ahead on-host rebuilt held-back thrown-away",
+    "online first, batch with a bound": "preempted cached drafts chunks shared ahead on-host promoted due",
 }
 
 

@@ -86,6 +86,23 @@ def test_a_stop_string_across_tokens_and_blocks_is_never_shown() -> None:
     assert stops.accept([3, 1]) == Accepted(1, "", "stop")
 
 
+def matched(stops: StopWatcher, *blocks: list[int]) -> str | int | None:
+    for block in blocks:
+        assert stops.matched is None
+        stops.accept(block)
+    return stops.matched
+
+
+def test_what_ended_the_answer_is_named() -> None:
+    assert matched(watcher("ab"), [1], [1, EOS]) == EOS
+    assert matched(watcher("ab", "cd", stop_token_ids=[2]), [1, 2]) == 2
+    assert matched(watcher("ab", "N", "D!", stop=["x", "bND"]), [1], [2, 3]) == "bND"
+    assert matched(watcher("ab", max_tokens=1, stop="b"), [1]) == "b"
+    assert matched(watcher("ab", max_tokens=1), [1]) is None
+    assert matched(watcher("ab END", stop="END"), [1, EOS]) == "END"
+    assert matched(watcher("abc", stop=["c", "bc", "b"]), [1]) == "b"
+
+
 def test_text_that_turns_out_to_be_no_stop_is_shown_late() -> None:
     stops = watcher("a E", "N", "E", "x", stop="END")
     assert stops.accept([1, 2]) == Accepted(2, "a ")
