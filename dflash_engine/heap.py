@@ -24,7 +24,7 @@ def thaw_heap() -> None:
 
 
 def settle_heap() -> None:
-    """`freeze_heap`, and looks less often at what is new; once in a process, where all is imported and loaded.
+    """`freeze_heap`, and looks less often at what is new; once in a process, when all is imported and loaded.
 
     For processes through which rows go by the hundred thousand: a row is some twenty objects that live until
     its shard is written, none of them in cycles. Looked at as often as Python does by itself, they cost a
