@@ -81,7 +81,8 @@ class Answerer:
         raise AssertionError("a row is tried at least once")
 
     def _seeded(self, request: Request, row_id: str) -> Request:
-        if request.sampling.seed is not None:
+        # A greedy choice has no noise: such rows share their parameters.
+        if request.sampling.greedy or request.sampling.seed is not None:
             return request
         seed = seed_for(self._job_seed, row_id)
         return replace(request, sampling=request.sampling.model_copy(update={"seed": seed}))

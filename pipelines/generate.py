@@ -19,6 +19,7 @@ import ray
 
 from dflash_engine.config import EngineConfig
 from dflash_engine.errors import EngineDead
+from dflash_engine.heap import settle_heap
 from dflash_engine.request import SamplingParams
 from pipelines.admission_actor import AdmissionPort
 from pipelines.answers import Answer, Answerer
@@ -175,6 +176,7 @@ class Generate:
         self._price()
         starter = Starter(spec.admission, spec.tries.start)
         engine = await starter.start(self._load)
+        settle_heap()
         slots = QUEUED_PER_SEQUENCE * spec.engine.limit("max_num_seqs", "cuda")
         if spec.output_token_ids:
             self._encoder = await asyncio.to_thread(open_encoder, spec.engine)

@@ -50,9 +50,10 @@ class OpenAIPart:
             lines[place] = line
         return b"".join(line + b"\n" for line in lines)
 
-    def records(self, data: bytes, names: Sequence[str]) -> list[dict[str, Any]]:
-        """The columns of every row."""
-        return [output_columns(line) for line in _lines(data)]
+    def columns(self, data: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
+        """A value of each row for each of these names."""
+        records = [output_columns(line) for line in _lines(data)]
+        return {name: [record[name] for record in records] for name in names}
 
 
 def output_line(

@@ -28,8 +28,8 @@ class PartFormat(Protocol):
         """The old part with its rows at `places` replaced by those of the new one, in order."""
         ...
 
-    def records(self, data: bytes, names: Sequence[str]) -> list[dict[str, Any]]:
-        """At least these columns of every row."""
+    def columns(self, data: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
+        """A value of each row for each of these names."""
         ...
 
 
@@ -54,9 +54,9 @@ class ParquetPart:
             order[place] = before.num_rows + number
         return _parquet(pa.concat_tables([before, after]).take(order))
 
-    def records(self, data: bytes, names: Sequence[str]) -> list[dict[str, Any]]:
-        records: list[dict[str, Any]] = pq.read_table(io.BytesIO(data), columns=list(names)).to_pylist()
-        return records
+    def columns(self, data: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
+        columns: dict[str, list[Any]] = pq.read_table(io.BytesIO(data), columns=list(names)).to_pydict()
+        return columns
 
 
 class JsonlPart:
@@ -80,8 +80,9 @@ class JsonlPart:
             lines[place] = line
         return b"".join(line + b"\n" for line in lines)
 
-    def records(self, data: bytes, names: Sequence[str]) -> list[dict[str, Any]]:
-        return [orjson.loads(line) for line in _lines(data)]
+    def columns(self, data: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
+        records = [orjson.loads(line) for line in _lines(data)]
+        return {name: [record[name] for record in records] for name in names}
 
 
 def part_format(name: Format, kinds: Mapping[str, Kind]) -> PartFormat:

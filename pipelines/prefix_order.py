@@ -26,5 +26,5 @@ def _prefix(request: Request | None) -> tuple[int, Sequence[Any]]:
     if request is None:
         return 3, ()
     if request.messages is not None:
-        return 0, [(turn.role, turn.content) for turn in request.messages]
+        return 0, [text for turn in request.messages for text in (turn.role, turn.content)]
     return (1, request.text) if request.text is not None else (2, request.token_ids or ())

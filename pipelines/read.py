@@ -15,6 +15,7 @@ from ray.data import Datasource
 from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
+from dflash_engine.heap import settle_heap
 from dflash_engine.request import SamplingParams
 from pipelines.config import ShardConfig
 from pipelines.inputs import FileKind, Input, file_lines
@@ -156,6 +157,7 @@ class ShardSource(Datasource):
 
 def _task(reader: Reader, pieces: Sequence[Piece]) -> Callable[[], Iterator[pa.Table]]:
     def read() -> Iterator[pa.Table]:
+        settle_heap()
         for shard in reader.shards(pieces):
             yield shard.as_table()
 

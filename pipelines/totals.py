@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from decimal import Decimal
 from typing import Any
@@ -69,13 +69,7 @@ def totals_from_json(values: Mapping[str, Any]) -> Totals:
     return Totals(**{**values, "cost_usd": Decimal(values["cost_usd"])})
 
 
-def totals_of(rows: Iterable[Mapping[str, Any]]) -> Totals:
-    """The totals of output rows."""
-    records = list(rows)
-    return totals_of_columns({name: [record[name] for record in records] for name in COUNTED})
-
-
-def totals_of_columns(columns: Mapping[str, Sequence[Any]]) -> Totals:
+def totals_of(columns: Mapping[str, Sequence[Any]]) -> Totals:
     """The totals of output rows that are laid in columns."""
     status = columns["status"]
     rows_ok = status.count("ok")
@@ -98,5 +92,10 @@ def totals_of_columns(columns: Mapping[str, Sequence[Any]]) -> Totals:
         busy_ns=sum(round(seconds * 1e9) for seconds in columns["gpu_seconds"]),
         rows_copied=len(copied),
         copied_tokens=sum(copied),
-        cost_usd=sum((Decimal(str(cost)) for cost in columns["cost_usd"]), Decimal(0)),
+        cost_usd=sum(map(_decimal, columns["cost_usd"]), Decimal(0)),
     )
+
+
+def _decimal(cost: Decimal | float) -> Decimal:
+    """JSON has costs as numbers."""
+    return cost if isinstance(cost, Decimal) else Decimal(str(cost))

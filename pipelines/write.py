@@ -18,7 +18,7 @@ import orjson
 from pipelines.part_format import Carried, Columns, Format, PartFormat, part_format
 from pipelines.rows import InputRow, Kind, RowError
 from pipelines.storage import Store
-from pipelines.totals import COUNTED, Totals, totals_of, totals_of_columns
+from pipelines.totals import COUNTED, Totals, totals_of
 
 _NAME = re.compile(r"part-([^.]+?)(?:\.g(\d+))?\.(?:parquet|jsonl)")
 
@@ -126,21 +126,26 @@ class PartWriter:
             # An attempt that died before its commit may have had errors where this one has none.
             self.store.delete(part.errors_key)
         self.store.put(self.part_key(part), data)
-        return totals_of_columns(rows.columns)
+        return totals_of(rows.columns)
 
     def read_totals(self, part: Part) -> Totals:
         """The totals of a written part."""
-        return totals_of(self.read(part, COUNTED))
+        return totals_of(self.read_columns(part, COUNTED))
+
+    def read_columns(self, part: Part, names: Sequence[str]) -> dict[str, list[Any]]:
+        """A value of each of a written part's rows for each of these names."""
+        return self._format.columns(self.store.get(self.part_key(part)), names)
 
     def read(self, part: Part, names: Sequence[str]) -> list[dict[str, Any]]:
-        """At least these columns of a written part's rows."""
-        return self._format.records(self.store.get(self.part_key(part)), names)
+        """These columns of a written part, row by row."""
+        columns = self.read_columns(part, names)
+        return [dict(zip(names, row, strict=True)) for row in zip(*map(columns.get, names), strict=True)]
 
     def custom_ids(self, part: Part) -> Iterator[str]:
         """The custom_ids of a written part, where rows have one."""
-        for record in self.read(part, ("custom_id",)):
-            if record["custom_id"] is not None:
-                yield record["custom_id"]
+        for custom_id in self.read_columns(part, ("custom_id",))["custom_id"]:
+            if custom_id is not None:
+                yield custom_id
 
     def error_lines(self, part: Part) -> list[bytes]:
         """The error records of a part, as they stand in its file."""

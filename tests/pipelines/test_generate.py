@@ -167,11 +167,14 @@ def test_bad_rows_stand_in_the_part_and_in_the_error_file(tmp_path: Path, output
     ]
 
 
-def test_a_row_without_a_seed_gets_one_from_the_job_and_its_place(tmp_path: Path, output: Path):
+def test_a_row_without_a_seed_gets_one_from_the_job_and_its_place_where_its_choice_has_noise(
+    tmp_path: Path, output: Path
+):
     engines: list[Watched] = []
-    shards = shards_of(tmp_path, [{"prompt": "a"}, {"prompt": "b", "seed": 5}])
-    generated(spec(output, job_seed=3), shards, watched(engines))
-    assert [request.sampling.seed for request in engines[0].requests] == [seed_for(3, "in.jsonl:0"), 5]
+    rows = [{"prompt": "a", "temperature": 1}, {"prompt": "b", "temperature": 1, "seed": 5}, {"prompt": "c"}]
+    generated(spec(output, job_seed=3), shards_of(tmp_path, rows), watched(engines))
+    seeds = [request.sampling.seed for request in engines[0].requests]
+    assert seeds == [seed_for(3, "in.jsonl:0"), 5, None]
 
 
 def test_rows_of_several_shards_are_in_the_engine_together_but_not_more_than_help(

@@ -137,12 +137,10 @@ def test_a_part_holds_all_rows_and_rows_done_again_take_their_places():
     rows = [answered(row_id="f:0"), failed("invalid_json") | {"row_id": "f:1"}, answered(row_id="f:2")]
     columns = {name: [row[name] for row in rows] for name in rows[0]} | {"url": [CHAT_URL, None, TEXT_URL]}
     old = part.encode(columns, [{}, {}, {"logprobs": LOGPROBS}])
-    records = part.records(old, ("row_id",))
-    assert [(row["row_id"], row["status"]) for row in records] == [
-        ("f:0", "ok"),
-        ("f:1", "error"),
-        ("f:2", "ok"),
-    ]
+    assert part.columns(old, ("row_id", "status")) == {
+        "row_id": ["f:0", "f:1", "f:2"],
+        "status": ["ok", "error", "ok"],
+    }
     objects = [orjson.loads(item)["response"] for item in old.splitlines()]
     assert [item and item["body"]["object"] for item in objects] == [
         "chat.completion",
@@ -151,9 +149,5 @@ def test_a_part_holds_all_rows_and_rows_done_again_take_their_places():
     ]
     again = part.encode({name: [value] for name, value in answered(row_id="f:1", text="now").items()}, [{}])
     merged = part.merge(old, again, [1])
-    assert [row["text"] for row in part.records(merged, ("text",))] == [
-        "Hi\u2028there",
-        "now",
-        "Hi\u2028there",
-    ]
+    assert part.columns(merged, ("text",)) == {"text": ["Hi\u2028there", "now", "Hi\u2028there"]}
     assert merged.split(b"\n")[0] == old.split(b"\n")[0]
