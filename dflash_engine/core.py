@@ -128,7 +128,15 @@ class EngineCore:
         return chunks
 
     def stats(self) -> EngineStats:
-        return self._totals
+        """From any thread. What runs and waits is asked now: an abort changes it without a round."""
+        scheduler = self._scheduler.stats()
+        return replace(
+            self._totals,
+            waiting=scheduler.waiting,
+            running=scheduler.running,
+            preemptions=scheduler.preemptions,
+            kv_usage=1 - scheduler.free_blocks / self._num_blocks,
+        )
 
     def _check_tokens(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
         vocab = self._model.vocab_size
@@ -233,15 +241,11 @@ class EngineCore:
         )
 
     def _count(self, advances: list[Advance]) -> None:
-        scheduler, totals = self._scheduler.stats(), self._totals
+        totals = self._totals
         self._totals = replace(
             totals,
-            waiting=scheduler.waiting,
-            running=scheduler.running,
-            preemptions=scheduler.preemptions,
             completion_tokens=totals.completion_tokens + sum([len(each.commit.tokens) for each in advances]),
             drafts=totals.drafts + sum([each.num_drafted > 0 for each in advances]),
             drafted_tokens=totals.drafted_tokens + sum([each.num_drafted for each in advances]),
             accepted_tokens=totals.accepted_tokens + sum([each.num_accepted for each in advances]),
-            kv_usage=1 - scheduler.free_blocks / self._num_blocks,
         )

@@ -147,6 +147,11 @@ class Admission:
             if part.name in self._flights:
                 self._flights[part.name].reason = reason
 
+    async def give_back(self, part: Part) -> None:
+        """An actor that ends on purpose leaves a part to others: that is no death."""
+        self._flights.pop(part.name, None)
+        await self._tell()
+
     async def end(self, part: Part, totals: Totals) -> None:
         """A part is written."""
         self._flights.pop(part.name, None)

@@ -27,13 +27,14 @@ from pipelines.inputs import Input, apply_limit, find_input
 from pipelines.job import begin, check_identity, identity, read_job
 from pipelines.lease import Lease, take_lease
 from pipelines.manifest import clean_up, read_manifest, write_manifest
-from pipelines.pool import generate, most_actors, read, use_gpus
+from pipelines.pool import generate, generate_by_service, most_actors, read, use_gpus
 from pipelines.progress import JobProgress
 from pipelines.read import Reader, sample_rows
 from pipelines.receipts import below_error_rate, follow, while_leased
 from pipelines.redo import Redo, holds_repairs, plan_redos, read_repairs
 from pipelines.report import Summary
 from pipelines.rows import TOKEN_IDS, carried_kinds
+from pipelines.service_pool import service_pool
 from pipelines.shards import Piece, cut_rule, left_to_do, plan
 from pipelines.storage import LocalStore, Store, lies_under, open_store
 from pipelines.write import PartWriter
@@ -118,21 +119,22 @@ def run_shards(job: BatchJob, work: Work, lease: Lease, progress: TextIO, factor
     received: set[str] = set()
     total_bytes = sum(piece.input_bytes for piece in work.pieces)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ray_cluster())
+        stack.enter_context(ray_cluster(running=config.pool == "serve"))
+        service = stack.enter_context(service_pool(config, job.writer.store, progress))
         bar = stack.enter_context(JobProgress(total_bytes, progress))
         warn_of_local_disks(job, progress)
-        actors = most_actors(config)
+        actors = most_actors(config) if service is None else service.engine.most_replicas
         admission = stack.enter_context(open_admission(job.writer, config.budget_usd))
         lease.when_lost(lambda reason: admission.refuse_from_driver(reason, JobError.exit_code))
         spec = GenerateSpec(
-            engine=config.engine,
+            engine=config.engine if service is None else service.engine.config,
             writer=job.writer,
             prices=job.prices,
             accelerator=config.prices.accelerator,
             job_seed=config.seed,
             defaults=config.sampling,
             actors=actors,
-            use_gpu=use_gpus(config),
+            use_gpu=use_gpus(config) if service is None else service.engine.use_gpu,
             tries=config.tries,
             admission=admission,
             redos=work.redos,
@@ -140,7 +142,11 @@ def run_shards(job: BatchJob, work: Work, lease: Lease, progress: TextIO, factor
             output_token_ids=config.output_token_ids,
         )
         shards = read(work.pieces, reader)
-        receipts = stack.enter_context(contextlib.closing(follow(generate(shards, config, spec, factory))))
+        if service is None:
+            generated = generate(shards, config, spec, factory)
+        else:
+            generated = generate_by_service(shards, spec, service)
+        receipts = stack.enter_context(contextlib.closing(follow(generated)))
         for receipt in below_error_rate(while_leased(receipts, lease), config.max_error_rate):
             bar.add(receipt)
             received.add(receipt.shard_id)

@@ -15,16 +15,22 @@ os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
 import ray
 from ray.data import DataContext
 
+from pipelines.errors import JobRefused
+
 
 @contextlib.contextmanager
-def ray_cluster() -> Iterator[None]:
-    """Connect or start; what was started here is shut down again."""
+def ray_cluster(*, running: bool = False) -> Iterator[None]:
+    """Connect or start; what was started here is shut down again.
+
+    With `running`, one that runs on this machine is joined where RAY_ADDRESS names none; raises `JobRefused`
+    where there is none.
+    """
     if ray.is_initialized():
         yield
         return
     with _silent_stderr():
-        if os.environ.get("RAY_ADDRESS"):
-            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        if running or os.environ.get("RAY_ADDRESS"):
+            _join(None if os.environ.get("RAY_ADDRESS") else "auto")
         else:
             # Readers and an actor must fit beside each other, also on a machine with one core.
             cores = max(2, len(os.sched_getaffinity(0)))
@@ -39,6 +45,19 @@ def ray_cluster() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _join(address: str | None) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise JobRefused(
+            "no Ray cluster runs on this machine; start the service (jobs/serve_online.py), or set "
+            "RAY_ADDRESS to the cluster it runs in"
+            if address
+            else f"RAY_ADDRESS = {os.environ['RAY_ADDRESS']}: no Ray cluster lets this job in there (where "
+            "one has a token, Ray wants RAY_AUTH_MODE=token)"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -63,6 +82,12 @@ def num_cpus() -> float:
 def num_gpus() -> int:
     """GPUs of the whole cluster."""
     return int(ray.cluster_resources().get("GPU", 0))
+
+
+def accelerators() -> set[str]:
+    """Kinds of accelerators in the cluster, by Ray's names."""
+    prefix = "accelerator_type:"
+    return {name.removeprefix(prefix) for name in ray.cluster_resources() if name.startswith(prefix)}
 
 
 def num_nodes() -> int:

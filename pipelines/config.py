@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -90,6 +91,9 @@ class BatchConfig(Section):
     prices: PricesConfig = Field(default_factory=PricesConfig)
     budget_usd: Decimal | None = Field(default=None, gt=0)
     """Stop admitting shards when the rows written have cost this much, those of earlier runs included."""
+    pool: Literal["own", "serve", "auto"] = "auto"
+    """Engines of its own, those of a service that runs in the cluster (`jobs/serve_online.py`) in what online
+    requests leave free, or these where the service has this model, else own ones."""
     max_error_rate: float | None = Field(default=None, gt=0, le=1)
     """End the job early once at least this share of its rows have failed."""
     retry_errors: bool = False
@@ -98,6 +102,8 @@ class BatchConfig(Section):
     """File of lines from `errors/` that were put right; they fill the gaps of the same output."""
     lease_s: float = Field(default=30.0, gt=0)
     """How long a driver that has gone silent keeps its output for itself."""
+    lost_after_s: float = Field(default=900.0, gt=0)
+    """How long a job waits for a cluster in which none of its own engines is alive; then it ends."""
     tags: dict[str, str] = Field(default_factory=dict)
     """Carried into the manifest, for whoever shares out the bill."""
     limit: int | None = Field(default=None, ge=1)

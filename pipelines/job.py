@@ -25,7 +25,8 @@ FINGERPRINT_KEY = "_fingerprint.json"
 MANIFEST_KEY = "_manifest.json"
 VERSION = 2
 _READABLE = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
-_DECIDING_ENGINE = ("model", "dtype", "max_model_len", "default_max_tokens")
+DECIDING_ENGINE = ("model", "dtype", "max_model_len", "default_max_tokens")
+"""Settings of an engine that decide its answers; what else does is in its fingerprint."""
 
 
 def identity(config: BatchConfig, source: Input) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def identity(config: BatchConfig, source: Input) -> dict[str, Any]:
     engine = config.engine.model_dump(mode="json")
     asked = {
         "version": VERSION,
-        "engine": {name: engine[name] for name in _DECIDING_ENGINE},
+        "engine": {name: engine[name] for name in DECIDING_ENGINE},
         "sampling": config.sampling.model_dump(mode="json"),
         "seed": config.seed,
         "limit": config.limit,

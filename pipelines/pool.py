@@ -9,19 +9,27 @@ from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
 from pipelines.cluster import configure_data, num_cpus, num_gpus
 from pipelines.config import BatchConfig
+from pipelines.courier import Courier
 from pipelines.engines import EngineFactory
 from pipelines.errors import JobRefused
 from pipelines.generate import Generate, GenerateSpec
 from pipelines.read import Reader, ShardSource
+from pipelines.service_pool import ServicePool
 from pipelines.shards import Piece, read_tasks
+from pipelines.watchdog import Need, watch
 
 ACTOR_CPUS = 1
 # Readers ask for none: what a lost node had read must be read again where actors already hold every core, and
 # they wait for it. Their number is bounded instead. (With the same resources as the actors', Ray Data would
 # fuse reading into them, and their event loop would stand still while it parses.)
 READ_CPUS = 0
-READERS_A_CPU = 1
-MIN_READERS = 2
+# One for two cores: each costs some 3 s of imports, and gives rows faster than an actor takes them.
+READERS_A_CPU = 0.5
+MIN_READERS = 1
+# A courier waits and computes nothing, but must not have the readers' resources: Ray Data would fuse reading
+# into it, for the reason above.
+COURIER_CPUS = 0
+COURIER_BYTES = 1
 # Kept free of actors where an own cluster is sized.
 SPARE_CPUS = 0.25
 
@@ -68,11 +76,29 @@ def generate(
         max_size=spec.actors,
         max_concurrent_calls_per_actor=config.actors.shards_in_flight,
     )
-    return shards.map(
+    need = Need("GPU", config.engine.tensor_parallel_size) if spec.use_gpu else Need("CPU", ACTOR_CPUS)
+    receipts = shards.map(
         # Ray's annotation knows functions of a row; a class whose instances are called is documented too.
         Generate,  # type: ignore[arg-type]
         fn_constructor_args=(spec, factory),
         compute=pool,
-        num_cpus=0 if spec.use_gpu else ACTOR_CPUS,
-        num_gpus=config.engine.tensor_parallel_size if spec.use_gpu else None,
+        num_cpus=0 if spec.use_gpu else need.amount,
+        num_gpus=need.amount if spec.use_gpu else None,
+    )
+    return watch(receipts, need, config.lost_after_s)
+
+
+def generate_by_service(
+    shards: ray.data.Dataset, spec: GenerateSpec, service: ServicePool
+) -> ray.data.Dataset:
+    """The receipts of shards that the engines of a running service have done in their slack."""
+    # Twice what they work on: a shard is there when they have room.
+    at_once = max(MIN_READERS, 2 * service.engine.most_shards)
+    arguments = (service.desk, service.name, service.run, service.engine.fingerprint, [ray.put(spec)])
+    return shards.map(
+        Courier,  # type: ignore[arg-type]  # as above
+        fn_constructor_args=arguments,
+        compute=ActorPoolStrategy(min_size=1, max_size=1, max_concurrent_calls_per_actor=at_once),
+        num_cpus=COURIER_CPUS,
+        memory=COURIER_BYTES,
     )

@@ -54,15 +54,13 @@ def usage(used: Usage) -> dict[str, Any]:
     }
 
 
-def stop_reason(
-    result: Result, *, has_calls: bool, stop_sequence: str | None, max_tokens: int
-) -> tuple[str, str | None]:
+def stop_reason(result: Result, *, has_calls: bool, max_tokens: int) -> tuple[str, str | None]:
     """Reason and stop sequence. `max_tokens` is what the client asked for."""
     if result.finish_reason == "length":
         cut_short = result.usage.completion_tokens < max_tokens
         return ("model_context_window_exceeded" if cut_short else "max_tokens"), None
-    if stop_sequence is not None:
-        return "stop_sequence", stop_sequence
+    if isinstance(result.matched_stop, str):
+        return "stop_sequence", result.matched_stop
     return ("tool_use" if has_calls else "end_turn"), None
 
 
@@ -74,9 +72,10 @@ def signature(thoughts: str) -> str:
 class EventWriter:
     """The events of one streamed message, in their order."""
 
-    def __init__(self, message_id: str, model: str, prompt_tokens: int) -> None:
+    def __init__(self, message_id: str, model: str, prompt: Usage) -> None:
+        """`prompt` is what is used before the answer begins."""
         self._message = _empty_message(message_id, model)
-        self._message["usage"] = usage(Usage(prompt_tokens=prompt_tokens))
+        self._message["usage"] = usage(prompt)
         self._index = -1
         self._open: Literal["thinking", "text"] | None = None
         self._thoughts = ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from starlette.responses import Response
 
-from dflash_engine.request import SamplingParams
+from dflash_engine.request import SamplingParams, Usage
 from pipelines.service import anthropic_messages, anthropic_prompt, sse
 from pipelines.service.anthropic_body import MessagesBody, PromptBody
 from pipelines.service.body import compact
@@ -19,7 +19,7 @@ from pipelines.service.forced_calls import CallParser
 from pipelines.service.generation import Call, Piece
 from pipelines.service.keys import Owner
 from pipelines.service.output import OutputParser
-from pipelines.service.reading import ChoiceReader, begun, matched_stop
+from pipelines.service.reading import ChoiceReader, begun
 from pipelines.service.replies import json_reply, stream_reply
 from pipelines.service.service import Service
 
@@ -42,8 +42,9 @@ class MessageReply:
         pieces = await stack.enter_async_context(self.service.answer(call, self.owner, self._message_id))
         reader = ChoiceReader(self._parser(prompt))
         if self.body.stream:
-            stream = self._stream(await begun(pieces), reader, len(prompt.tokens))
-            return stream_reply(stream, "anthropic", self.request_id)
+            first, pieces = await begun(pieces)
+            used = Usage(prompt_tokens=len(prompt.tokens), cached_tokens=first.chunk.cached_tokens)
+            return stream_reply(self._stream(pieces, reader, used), "anthropic", self.request_id)
         async for _, chunk in pieces:
             reader.read(chunk)
         return json_reply(
@@ -57,9 +58,9 @@ class MessageReply:
         return f"msg_{self.request_id}"
 
     async def _stream(
-        self, pieces: AsyncIterator[Piece], reader: ChoiceReader, prompt_tokens: int
+        self, pieces: AsyncIterator[Piece], reader: ChoiceReader, prompt: Usage
     ) -> AsyncIterator[bytes]:
-        writer = anthropic_messages.EventWriter(self._message_id, self.body.model, prompt_tokens)
+        writer = anthropic_messages.EventWriter(self._message_id, self.body.model, prompt)
         for event in writer.start():
             yield sse.event(event)
         async for _, chunk in pieces:
@@ -70,12 +71,8 @@ class MessageReply:
             yield sse.event(event)
 
     def _stop(self, reader: ChoiceReader) -> tuple[str, str | None]:
-        stops = self.body.stop_sequences or []
         return anthropic_messages.stop_reason(
-            reader.ended,
-            has_calls=reader.has_calls,
-            stop_sequence=matched_stop(reader.ended, stops, self.service.model.tokenizer.decode),
-            max_tokens=self.body.max_tokens,
+            reader.ended, has_calls=reader.has_calls, max_tokens=self.body.max_tokens
         )
 
     def _parser(self, prompt: ChatPrompt) -> OutputParser | CallParser:

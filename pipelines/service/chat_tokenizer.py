@@ -56,8 +56,8 @@ class TemplateTokenizer:
         self, turns: Sequence[Turn], tools: Sequence[Tool] = (), options: Mapping[str, Any] | None = None
     ) -> ChatPrompt:
         text = self._render(turns, tools, options or {})
-        encoding = self._fast.backend_tokenizer.encode(text, add_special_tokens=False)
-        return ChatPrompt(tuple(encoding.ids), thinking=text.rstrip().endswith(THINK))
+        tokens = tuple(self._plain.encode_plain(text))
+        return ChatPrompt(tokens, thinking=text.rstrip().endswith(THINK))
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._plain.encode(text))

@@ -8,6 +8,8 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from pipelines.service.batches_config import BatchesConfig
+
 
 class ServiceConfig(BaseModel):
     """Settings of the HTTP side, checked once and then frozen; an unknown key is an error."""
@@ -29,6 +31,8 @@ class ServiceConfig(BaseModel):
     """Answers in the engine at once, running and waiting; one more gets 429. Each choice of `n` counts."""
     max_choices: int = Field(default=16, ge=1)
     """Most `n` of a request, times the prompts of a completion."""
+    stall_limit_s: float = Field(default=60.0, gt=0)
+    """After so long without a finished round, though there is work, /health says that the engine is stuck."""
     retry_after_s: float = Field(default=1.0, gt=0)
     """What a client is told to wait when the queue is full."""
     default_temperature: float = Field(default=1.0, ge=0, le=2)
@@ -37,6 +41,17 @@ class ServiceConfig(BaseModel):
     """`max_tokens` of chats that name none; default is what the context has room for."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the service, or `*`; none by default."""
+    page: bool | None = None
+    """A page at `/` to chat and to watch; by default where only this machine reaches the service."""
+    metrics_owners: tuple[str, ...] = ()
+    """Owners whose keys may read /metrics, which has figures of all owners; without keys anybody may."""
+    access_log: bool = True
+    """A line of JSON for each request on stderr of the process (logger `dflash_ray.access`)."""
+    prices: str = "configs/prices.yaml"
+    accelerator: str | None = None
+    """Whose price in `prices` an hour of a GPU has; default is what the cluster has, if of one kind."""
+    batches: BatchesConfig | None = None
+    """A place for files and batches; without it there are none."""
 
     @model_validator(mode="after")
     def _strangers_need_keys(self) -> Self:
@@ -46,6 +61,10 @@ class ServiceConfig(BaseModel):
                 "allow_anonymous to serve everybody"
             )
         return self
+
+    @property
+    def shows_page(self) -> bool:
+        return is_loopback(self.host) if self.page is None else self.page
 
 
 def is_loopback(host: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dflash_engine.health import EngineHealth
 from dflash_engine.request import Chunk, Request
 from dflash_engine.stats import EngineStats
 from pipelines.service.dialect import Dialect
@@ -27,6 +28,9 @@ class EngineClient(Protocol):
     def submit(self, request: Request) -> AsyncIterator[Chunk]: ...
     def abort(self, request_id: str) -> None: ...
     def stats(self) -> EngineStats: ...
+    def health(self) -> EngineHealth:
+        """Answers at once, also where the engine is stuck."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

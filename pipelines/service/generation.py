@@ -30,7 +30,7 @@ class Call:
     sampling: SamplingParams
     num_choices: int = 1
 
-    def requests(self, request_id: str, priority: Priority) -> list[Request]:
+    def requests(self, request_id: str, priority: Priority, cache_salt: str = "") -> list[Request]:
         """One request for each choice, each with a seed of its own."""
         base = self.sampling.seed if self.sampling.seed is not None else secrets.randbits(63)
         return [
@@ -39,6 +39,7 @@ class Call:
                 sampling=self.sampling.model_copy(update={"seed": choice_seed(base, choice)}),
                 request_id=f"{request_id}-{number * self.num_choices + choice}",
                 priority=priority,
+                cache_salt=cache_salt,
             )
             for number, prompt in enumerate(self.prompts)
             for choice in range(self.num_choices)

@@ -58,6 +58,8 @@ class FunctionTool(Body):
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    # This project's own: `block_tokens` beside the first delta of each verify pass, an empty one if need be.
+    include_blocks: bool | None = None
 
 
 class ResponseFormat(Body):
@@ -99,6 +101,10 @@ class GenerationBody(Body):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def include_blocks(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_blocks)
 
 
 class ChatBody(GenerationBody):

@@ -19,7 +19,7 @@ from pipelines.service.forced_calls import CallParser, call_schema
 from pipelines.service.generation import Call, Piece
 from pipelines.service.keys import Owner
 from pipelines.service.openai_body import ChatBody
-from pipelines.service.openai_logprobs import chat_logprobs
+from pipelines.service.openai_logprobs import Pending, chat_logprobs
 from pipelines.service.openai_sampling import checked_n, json_constraint, sampling_params
 from pipelines.service.output import OutputParser, ToolCall
 from pipelines.service.reading import ChoiceReader, begun
@@ -48,7 +48,8 @@ class ChatReply:
         )
         readers = [ChoiceReader(self._parser(prompt)) for _ in range(num_choices)]
         if self.body.stream:
-            stream = self._stream(await begun(pieces), readers)
+            _, pieces = await begun(pieces)
+            stream = self._stream(pieces, readers)
             return stream_reply(stream, "openai", self.request_id)
         async for index, chunk in pieces:
             readers[index].read(chunk)
@@ -115,17 +116,26 @@ class ChatReply:
             # Some clients fail at a usage that they did not ask for.
             return sse.data({**chunk, "usage": used} if self.body.include_usage else chunk)
 
+        token_bytes = self.service.model.tokenizer.token_bytes
+        pending = [Pending() for _ in readers]
         for index in range(len(readers)):
             yield event([_streamed(index, {"role": "assistant", "content": ""})])
         async for index, chunk in pieces:
             reader = readers[index]
             num_calls = reader.num_calls
-            for part in reader.read(chunk):
-                yield event([_streamed(index, openai_chat.delta(part, num_calls))])
+            pending[index].add(chunk.logprobs)
+            block = {"block_tokens": len(chunk.tokens)} if self.body.include_blocks and chunk.tokens else {}
+            parts = reader.read(chunk)
+            if block and not parts:
+                yield event([{**_streamed(index, {}), **block}])
+            for part in parts:
+                delta, logprobs = openai_chat.delta(part, num_calls), pending[index].for_chat(token_bytes)
+                yield event([{**_streamed(index, delta, logprobs=logprobs), **block}])
+                block = {}
                 num_calls += isinstance(part, ToolCall)
             if reader.result is not None:
                 reason = openai_chat.finish_reason(reader.ended.finish_reason, reader.has_calls)
-                last = _streamed(index, {}, reason, self._logprobs(reader))
+                last = _streamed(index, {}, reason, pending[index].for_chat(token_bytes))
                 yield event([{**last, "seed": reader.ended.seed}])
         if self.body.include_usage:
             yield event([], _usage(readers))

@@ -23,6 +23,33 @@ def chat_logprobs(items: Sequence[TokenLogprob], token_bytes: TokenBytes) -> lis
     ]
 
 
+class Pending:
+    """Log probabilities of a streamed choice whose text is held back: they go out with what is sent next."""
+
+    def __init__(self) -> None:
+        self._items: list[TokenLogprob] = []
+        self._start = 0
+
+    def add(self, items: Sequence[TokenLogprob]) -> None:
+        self._items += items
+
+    def for_chat(self, token_bytes: TokenBytes) -> list[dict[str, Any]] | None:
+        """What has not been sent; None where that is nothing."""
+        return chat_logprobs(self._take(), token_bytes) if self._items else None
+
+    def for_text(self, token_bytes: TokenBytes) -> dict[str, list[Any]] | None:
+        """As `for_chat`; offsets go on from one to the next."""
+        if not self._items:
+            return None
+        made = text_logprobs(self._take(), token_bytes, self._start)
+        self._start += sum(map(len, made["tokens"]))
+        return made
+
+    def _take(self) -> list[TokenLogprob]:
+        items, self._items = self._items, []
+        return items
+
+
 def text_logprobs(
     items: Sequence[TokenLogprob], token_bytes: TokenBytes, start: int = 0
 ) -> dict[str, list[Any]]:

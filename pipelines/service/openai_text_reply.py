@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pipelines.service import openai_chat, openai_completions, sse
 from pipelines.service.generation import Call, Piece
 from pipelines.service.keys import Owner
 from pipelines.service.openai_body import TextBody
-from pipelines.service.openai_logprobs import text_logprobs
+from pipelines.service.openai_logprobs import Pending, text_logprobs
 from pipelines.service.openai_sampling import checked_n, sampling_params
 from pipelines.service.reading import begun, completed
 from pipelines.service.replies import json_reply, stream_reply
@@ -50,7 +51,8 @@ class TextReply:
             self.service.answer(call, self.owner, f"cmpl-{self.request_id}")
         )
         if self.body.stream:
-            stream = self._stream(await begun(pieces), num_choices)
+            _, pieces = await begun(pieces)
+            stream = self._stream(pieces, num_choices)
             return stream_reply(stream, "openai", self.request_id)
         results: dict[int, Result] = {}
         async for index, chunk in pieces:
@@ -69,12 +71,19 @@ class TextReply:
                 del made["usage"]
             return sse.data(made)
 
+        token_bytes = self.service.model.tokenizer.token_bytes
+        pending: defaultdict[int, Pending] = defaultdict(Pending)
         async for index, chunk in pieces:
+            pending[index].add(chunk.logprobs)
             if chunk.text:
-                yield event([openai_completions.choice(index, chunk.text, None, None, None)])
+                logprobs = pending[index].for_text(token_bytes)
+                yield event([openai_completions.choice(index, chunk.text, None, logprobs, None)])
             if chunk.result is not None:
-                results[index] = completed(chunk.result)
-                yield event([{**self._choice(index, results[index]), "text": ""}])
+                result = results[index] = completed(chunk.result)
+                logprobs = pending[index].for_text(token_bytes)
+                yield event(
+                    [openai_completions.choice(index, "", result.finish_reason, logprobs, result.seed)]
+                )
         if self.body.include_usage:
             yield event([], _usage(results, num_choices))
         yield sse.DONE

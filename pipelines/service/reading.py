@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 
 from dflash_engine.request import Chunk, Result
 from pipelines.service.errors import ApiError
@@ -54,8 +54,8 @@ def completed(result: Result) -> Result:
     return result
 
 
-async def begun(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-    """The same pieces, once there is a first one: what the engine refuses is told by the status."""
+async def begun(pieces: AsyncIterator[Piece]) -> tuple[Piece, AsyncIterator[Piece]]:
+    """The first piece, and all of them with it: what the engine refuses is told by the status."""
     first = await anext(pieces)
 
     async def all_of_them() -> AsyncIterator[Piece]:
@@ -63,13 +63,4 @@ async def begun(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
         async for piece in pieces:
             yield piece
 
-    return all_of_them()
-
-
-def matched_stop(result: Result, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> str | None:
-    """Which stop text ended the answer; None where a stop token did, or its length."""
-    if result.finish_reason != "stop" or not stops:
-        return None
-    behind = decode(result.tokens)[len(result.text) :]
-    # Several may begin at the same place; the engine cut before all of them.
-    return max((stop for stop in stops if behind.startswith(stop)), key=len, default=None)
+    return first, all_of_them()

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from starlette.requests import Request as HttpRequest
 
 from dflash_engine.errors import EngineDead
-from dflash_engine.request import Usage
+from dflash_engine.request import Result, Usage
 from pipelines.service.config import ServiceConfig
 from pipelines.service.engine_client import EngineClient, ServedModel
 from pipelines.service.errors import ApiError, ContextExceeded, queue_full
 from pipelines.service.generation import Call, Piece, generation
 from pipelines.service.keys import ANYONE, KeyRing, Owner
 from pipelines.service.limits import Limits
+from pipelines.service.observation import observed
+from pipelines.service.own_origin import is_own_page
+from pipelines.service.usage_record import UsageRecord
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class UsageRecord:
-    """What one choice used, for whoever writes the bill. An aborted one has the tokens that were sent."""
-
-    owner: str
-    request_id: str
-    usage: Usage
-    finished: bool
 
 
 class Service:
@@ -70,6 +63,11 @@ class Service:
 
     def authenticate(self, http: HttpRequest) -> Owner:
         """The owner of the key in either header. Raises `ApiError` 401, and 403 for a strange web page."""
+        owner = self._owner(http)
+        observed(http).owner = owner.name
+        return owner
+
+    def _owner(self, http: HttpRequest) -> Owner:
         if self._keys is None:
             self._check_origin(http)
             return ANYONE
@@ -88,6 +86,8 @@ class Service:
         """Without keys any page in the user's browser could make it ask: CORS hides only the answer."""
         origin = http.headers.get("origin")
         allowed = self.config.cors_origins
+        if self.config.shows_page and is_own_page(http):
+            return
         if origin is not None and origin not in allowed and "*" not in allowed:
             raise ApiError(403, f"origin {origin[:200]} is not among cors_origins", code="origin_not_allowed")
 
@@ -114,7 +114,7 @@ class Service:
 
         Leaving it gives the room back, and ends what still runs.
         """
-        requests = call.requests(request_id, owner.priority)
+        requests = call.requests(request_id, owner.priority, owner.cache_salt)
         self._check_room(len(requests))
         self._limits.admit(owner)
         self._num_running += len(requests)
@@ -168,14 +168,11 @@ class Service:
                 self._on_usage(record)
 
     def healthy(self) -> bool:
-        """False while shutting down, and from an engine's death until it answers again."""
+        """False while shutting down, while the engine is stuck, and from its death until it answers again."""
         if self._draining or self._engine_failed:
             return False
-        try:
-            self.engine.stats()
-        except EngineDead:
-            return False
-        return True
+        health = self.engine.health()
+        return health.alive and health.stalled_s <= self.config.stall_limit_s
 
 
 class _Visit:
@@ -187,20 +184,31 @@ class _Visit:
         self._request_id = request_id
         self._prompt_tokens = prompt_tokens
         self._sent = [0] * len(prompt_tokens)
-        self._results: dict[int, Usage] = {}
+        self._began_s = time.monotonic()
+        self._ttfts_s: dict[int, float] = {}
+        self._results: dict[int, tuple[Result, float]] = {}
 
     def count(self, piece: Piece) -> None:
-        self._sent[piece.choice] += len(piece.chunk.tokens)
-        if piece.chunk.result is not None:
-            self._results[piece.choice] = piece.chunk.result.usage
+        choice, chunk = piece
+        if chunk.tokens and not self._sent[choice]:
+            self._ttfts_s[choice] = time.monotonic() - self._began_s
+        self._sent[choice] += len(chunk.tokens)
+        if chunk.result is not None:
+            self._results[choice] = chunk.result, time.monotonic() - self._began_s
 
     def records(self) -> list[UsageRecord]:
-        return [
-            UsageRecord(
-                self.owner.name,
-                f"{self._request_id}-{index}",
-                self._results.get(index) or Usage(prompt_tokens=prompt, completion_tokens=sent),
-                finished=index in self._results,
-            )
-            for index, (prompt, sent) in enumerate(zip(self._prompt_tokens, self._sent, strict=True))
-        ]
+        return [self._record(index) for index in range(len(self._sent))]
+
+    def _record(self, index: int) -> UsageRecord:
+        result, duration_s = self._results.get(index, (None, time.monotonic() - self._began_s))
+        return UsageRecord(
+            self.owner.name,
+            f"{self._request_id}-{index}",
+            Usage(prompt_tokens=self._prompt_tokens[index], completion_tokens=self._sent[index])
+            if result is None
+            else result.usage,
+            finished=result is not None,
+            finish_reason="abort" if result is None else result.finish_reason,
+            duration_s=duration_s,
+            ttft_s=self._ttfts_s.get(index),
+        )

@@ -153,6 +153,22 @@ def test_nothing_is_in_flight_when_the_last_answer_is_given(
     assert stats.steps == len(launched) and stats.running == 0
 
 
+def test_stats_say_what_is_there_now_and_what_a_pass_with_a_draft_gave(folders: dict[str, str]) -> None:
+    core = core_with(folders, request(1), request(2), request(3))
+    core.step()
+    begun = core.stats()
+    assert begun.running == 3 and 0 < begun.kv_usage < 1
+    for seq_id in (1, 2):
+        core.abort(seq_id)
+    assert core.stats().running == 1
+    used = finish(core)[3].usage
+    ended = core.stats()
+    assert (ended.running, ended.waiting, ended.kv_usage) == (0, 0, 0)
+    assert 0 < used.drafted_tokens <= ended.drafted_tokens
+    assert ended.drafts <= ended.drafted_tokens <= 7 * ended.drafts
+    assert 1 <= ended.acceptance_length <= 1 + ended.drafted_tokens / ended.drafts
+
+
 def test_an_answer_whose_end_the_host_can_foresee_wastes_no_round(
     folders: dict[str, str], late: list[LateRunner]
 ) -> None:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from dflash_engine.errors import BadPrompt
+from dflash_engine.health import EngineHealth
 from dflash_engine.request import Chunk, Request, Result, TokenLogprob, Usage
 from dflash_engine.stats import EngineStats
 from dflash_engine.stops import StopWatcher
@@ -85,6 +86,7 @@ class ScriptedEngine:
     ended: threading.Event = field(default_factory=threading.Event)
     """Some call of `submit` was left before its result."""
     running: int = 0
+    healthy: EngineHealth = field(default_factory=lambda: EngineHealth(alive=True))
 
     async def submit(self, request: Request) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
@@ -112,6 +114,9 @@ class ScriptedEngine:
     def stats(self) -> EngineStats:
         return EngineStats(running=self.running)
 
+    def health(self) -> EngineHealth:
+        return self.healthy
+
     def _chunks(self, request: Request):
         sampling = request.sampling
         tokens = tuple(map(ord, self.script(request)))
@@ -123,27 +128,36 @@ class ScriptedEngine:
             kept, text, finish = watcher.accept(given)
             done += given[:kept]
             texts.append(text)
+            logprobs = self._logprobs(request, given[:kept])
+            result = None
             if finish is not None:
-                yield Chunk(text, given[:kept], self._result(request, done, texts, finish))
+                result = self._result(request, done, texts, finish, watcher.matched)
+            yield Chunk(text, given[:kept], result, self.cached_tokens, logprobs)
+            if finish is not None:
                 return
-            yield Chunk(text, given)
         texts.append(watcher.flush())
-        yield Chunk(texts[-1], (), self._result(request, done, texts, "stop"))
+        result = self._result(request, done, texts, "stop", watcher.matched)
+        yield Chunk(texts[-1], (), result, self.cached_tokens)
 
-    def _result(self, request: Request, tokens: list[int], texts: list[str], finish: Any) -> Result:
+    def _logprobs(self, request: Request, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
         wanted = request.sampling.logprobs
-        listed = [
+        return tuple(
             TokenLogprob(token, -0.25, tuple((token + more, -0.25 - more) for more in range(wanted)))
             for token in (tokens if wanted is not None else ())
-        ]
+        )
+
+    def _result(
+        self, request: Request, tokens: list[int], texts: list[str], finish: Any, matched: str | int | None
+    ) -> Result:
         return Result(
             request_id=request.request_id,
             text="".join(texts),
             tokens=tuple(tokens),
             finish_reason=finish,
+            matched_stop=matched,
             usage=Usage(len(request.token_ids), self.cached_tokens, len(tokens)),
             seed=request.sampling.seed,
-            logprobs=tuple(listed) if wanted is not None else None,
+            logprobs=self._logprobs(request, tokens) if request.sampling.logprobs is not None else None,
             fingerprint=self.fingerprint,
         )
 

@@ -47,6 +47,8 @@ def test_the_events_of_a_stream_come_in_their_order(plain):
     assert set(kinds[2:-3]) == {"content_block_delta"}
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert events[0].message.usage.output_tokens == 0
+    assert events[0].message.usage.cache_read_input_tokens == 4
+    assert events[0].message.usage.input_tokens == events[-2].usage.input_tokens
     assert events[0].message.content == []
     assert events[-2].delta.stop_reason == "end_turn"
     assert events[-2].usage.output_tokens == 13
@@ -93,6 +95,11 @@ def test_a_stop_sequence_is_named_and_a_full_answer_says_why_it_ended(plain):
         ", w",
     )
     assert (full.content[0].text, full.stop_reason) == ("Hell", "max_tokens")
+
+
+def test_of_stop_sequences_that_begin_together_the_one_that_was_whole_first_is_named(plain):
+    with client(plain) as api, api.messages.stream(**ASK, stop_sequences=[", w", ",", "o, x"]) as stream:
+        assert stream.get_final_message().stop_sequence == ","
 
 
 @pytest.mark.parametrize(

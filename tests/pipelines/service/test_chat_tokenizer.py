@@ -118,6 +118,11 @@ def test_odd_values_are_rendered_or_refused(qwen, parameters, arguments, content
         assert str(error)
 
 
+def test_half_of_a_surrogate_pair_is_the_clients_error(qwen):
+    with pytest.raises(BadPrompt, match="surrogate"):
+        qwen.encode_chat([{"role": "user", "content": "\ud83d"}])
+
+
 def test_very_deep_values_are_refused(qwen):
     deep: object = {}
     for _ in range(5000):

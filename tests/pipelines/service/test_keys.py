@@ -18,7 +18,7 @@ from pipelines.service.config import ServiceConfig
 from pipelines.service.errors import ApiError
 from pipelines.service.keys import KeyEntry, KeyRing, Owner, key_hash, new_key
 from pipelines.service.limits import Limits
-from pipelines.service.service import UsageRecord
+from pipelines.service.usage_record import UsageRecord
 from tests.pipelines.service.scripted import MODEL, world
 
 HELLO: Any = [{"role": "user", "content": "Hi"}]
@@ -83,6 +83,18 @@ def test_the_keys_priority_and_owner_reach_the_engine_and_the_books(here):
     assert [request.priority for request in here.engine.requests[-2:]] == [Priority.ONLINE, Priority.BATCH]
     assert [record.owner for record in here.records[-2:]] == ["search", "night"]
     assert here.records[-1].usage.completion_tokens == 13
+
+
+def test_each_key_has_a_cache_salt_of_its_own_that_is_not_what_the_file_holds(here, tmp_path):
+    for key in (GOOD, OTHER, GOOD):
+        with openai.OpenAI(base_url=f"{here.url}/v1", api_key=key) as api:
+            api.chat.completions.create(model=MODEL, messages=HELLO)
+    one, other, again = (request.cache_salt for request in here.engine.requests[-3:])
+    assert one == again != other and one and other
+    assert one not in key_hash(GOOD) and key_hash(GOOD).removeprefix("sha256:") not in one
+    same_owner = [{"hash": key_hash(key), "owner": "search"} for key in (GOOD, OTHER)]
+    ring = KeyRing.load(key_file(tmp_path, *same_owner))
+    assert ring.owner(GOOD).cache_salt != ring.owner(OTHER).cache_salt
 
 
 def test_limits_answer_429_with_the_time_to_wait(tmp_path):

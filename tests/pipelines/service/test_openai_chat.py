@@ -145,6 +145,23 @@ def test_log_probabilities_name_tokens_and_bytes():
     assert [item.token for item in streamed] == ["é", "!"]
 
 
+def test_log_probabilities_come_with_the_text_that_they_belong_to_and_none_is_lost_with_a_held_text():
+    with world("abcdefgEN", step=2) as here, client(here) as api:
+        ask: Any = {"model": MODEL, "messages": HELLO, "logprobs": True, "stream": True, "stop": ["ENDE"]}
+        chunks = [chunk.choices[0] for chunk in api.chat.completions.create(**ask)]
+    seen = [(each.delta.content, each.logprobs and each.logprobs.content) for each in chunks]
+    spelled = [(text, "".join(item.token for item in items or ())) for text, items in seen]
+    assert spelled == [
+        ("", ""),
+        ("ab", "ab"),
+        ("cd", "cd"),
+        ("ef", "ef"),
+        ("g", "gE"),
+        ("EN", "N"),
+        (None, ""),
+    ]
+
+
 def test_tool_calls_are_parsed_whole_and_streamed():
     with world(f"Let me look.\n{CALL}", dialect=TOOLS) as here, client(here) as api:
         ask: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER]}

@@ -52,7 +52,9 @@ def test_a_stream_gives_the_same_text_and_the_usage_at_the_end(api):
     )
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "ABCDEFGH"
     assert chunks[-2].choices[0].finish_reason == "stop"
-    assert chunks[-2].choices[0].logprobs.tokens == list("ABCDEFGH")
+    spelled = [chunk.choices[0].logprobs for chunk in chunks[:-2]]
+    assert [each.tokens for each in spelled] == [list("ABC"), list("DEF"), list("GH")]
+    assert [each.text_offset for each in spelled] == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert (chunks[-1].choices, chunks[-1].usage.total_tokens) == ([], 16)
 
 
