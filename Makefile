@@ -1,5 +1,7 @@
 # Every target that needs the environment makes it first; the stamp says that it is complete.
 SHELL := /bin/bash
+# Workers of Ray would compile all that they import, each of them anew.
+unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
 VENV := .venv

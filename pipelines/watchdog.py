@@ -35,7 +35,7 @@ class Room:
     free: float
 
 
-class Watchdog(ExecutionCallback):  # type: ignore[misc]  # Ray is untyped here
+class Watchdog(ExecutionCallback):
     """Looks at a run of Ray Data in each step of its loop and ends it with a `JobError`.
 
     An actor that is alive may take any time for a shard; where none is, no receipt can come either.
@@ -87,5 +87,6 @@ def room_of_cluster(need: Need) -> Room:
 def watch(receipts: ray.data.Dataset, need: Need, lost_after_s: float) -> ray.data.Dataset:
     """The same dataset, which ends with a `JobError` where no actor of it has been alive for so long."""
     # Ray Data calls it to make one for each run of the dataset.
-    receipts.context.custom_execution_callback_classes = [partial(Watchdog, need, lost_after_s)]
+    made = partial(Watchdog, need, lost_after_s)
+    receipts.context.custom_execution_callback_classes = [made]  # type: ignore[list-item]
     return receipts

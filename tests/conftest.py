@@ -10,6 +10,8 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Each worker of a Ray cluster imports some thousand modules: three times as long where it compiles them too.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", str(min(4, len(os.sched_getaffinity(0)))))
 
 import pytest

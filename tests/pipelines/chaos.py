@@ -83,7 +83,10 @@ class Chaos:
         if fault.victim == "self":
             os.kill(os.getpid(), signal.SIGKILL)
         told = self.folder / f"{fault.victim}.pid"
-        pid = int(told.read_text())
+        try:
+            pid = int(told.read_text())
+        except FileNotFoundError:
+            return  # an earlier fault has struck it
         told.unlink()
         os.kill(pid, signal.SIGKILL)
 

@@ -223,23 +223,46 @@ def test_an_engine_that_kills_its_process_while_loading_ends_the_job(source: Pat
         run_batch(config, io.StringIO(), load)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("event", ["row", "put", "written"])
-def test_the_real_engine_gives_the_same_tokens_among_faults(
-    event: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture(scope="module")
+def real(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of a job with the real engine, and its output where nothing happens."""
     settings = {
         "engine": {"model": "smollm2-135m", "max_num_seqs": 8},
         "sampling": {"max_tokens": 12, "temperature": 1.0},
         "shard": {"rows": 4},
         "limit": 20,
     }
-    run_batch(job(source, tmp_path / "undisturbed", **settings), io.StringIO())
-    chaos = Chaos(tmp_path, (Fault("self", event, 3), Fault("self", event, 5)))
-    run_among_faults(job(source, tmp_path / "out", **settings), chaos, monkeypatch)
-    # What an engine was busy for is measured, and never the same twice.
-    wanted, found = answers(tmp_path / "undisturbed"), answers(tmp_path / "out")
+    output = tmp_path_factory.mktemp("real") / "out"
+    run_batch(job(source, output, **settings), io.StringIO())
+    return settings, timeless(answers(output))
+
+
+def timeless(found: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """Without what the time that an engine was busy costs: it is measured, and never the same twice."""
     cost = KEPT.index("cost_usd")
-    assert {row_id: values[:cost] + values[cost + 1 :] for row_id, values in found.items()} == {
-        row_id: values[:cost] + values[cost + 1 :] for row_id, values in wanted.items()
-    }
+    return {row_id: values[:cost] + values[cost + 1 :] for row_id, values in found.items()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+def test_the_real_engine_gives_the_same_tokens_after_its_death_and_its_driver_s(
+    seed: int,
+    cluster: str,
+    source: Path,
+    real: tuple[dict[str, Any], dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    settings, wanted = real
+    generator = random.Random(seed)
+    # 20 rows, one of them bad, in at least five parts: the first run has all of these before it.
+    first, second = generator.sample(["self", "driver"], 2)
+    early, late = generator.randint(1, 6), generator.randint(9, 14)
+    chaos = Chaos(tmp_path, (Fault(first, "row", early), Fault(second, "row", late)))
+    config = job(source, tmp_path / "out", **settings)
+    driver = start_driver(config, chaos, cluster)
+    _, log = driver.communicate()
+    assert driver.returncode == -signal.SIGKILL, log
+    run_among_faults(config, chaos, monkeypatch)
+    assert (tmp_path / f"row-{late}").exists()
+    assert timeless(answers(tmp_path / "out")) == wanted
