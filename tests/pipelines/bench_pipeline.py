@@ -33,6 +33,7 @@ import boto3
 import pyarrow.fs
 import ray
 import ray.data
+from ray.cluster_utils import Cluster
 from ray.data import ActorPoolStrategy, DataContext
 
 from dflash_engine.fake import WORDS
@@ -100,14 +101,23 @@ def pipeline(source: Path, target: Target, name: str) -> None:
 
 
 @contextmanager
-def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=CORES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+def cluster(nodes: int = 1) -> Iterator[None]:
+    """One node with all cores; or several on this machine, with a core each."""
+    made = None
+    if nodes > 1:
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        for _ in range(nodes - 1):
+            made.add_node(num_cpus=1)
+        made.wait_for_nodes()
+        ray.init(address=made.address, log_to_driver=False, logging_level=logging.ERROR)
+    else:
+        ray.init(
+            address="local",
+            num_cpus=CORES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -115,6 +125,8 @@ def cluster() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+        if made is not None:
+            made.shutdown()
 
 
 @contextmanager
@@ -192,17 +204,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--nodes", type=int, default=1, help="of Ray, all on this machine")
     parser.add_argument("--only", choices=["local", "s3", "memory"])
     args = parser.parse_args()
     wanted = [args.only] if args.only else ["local", "s3", "memory"]
     os.environ.update(AWS)
-    found: dict[str, Any] = {"rows": args.rows, "cores": CORES}
+    found: dict[str, Any] = {"rows": args.rows, "cores": CORES, "nodes": args.nodes}
     with tempfile.TemporaryDirectory() as folder, s3_server() as url:
         source = Path(folder) / "in.jsonl"
         source.write_bytes(jsonl(chats(args.rows)))
         found["input_mb"] = round(source.stat().st_size / 1e6, 1)
         targets = [Target("local", folder), Target("s3", f"s3://{BUCKET}", url)]
-        with cluster():
+        with cluster(args.nodes):
             for target in targets:
                 if target.name in wanted:
                     found[target.name] = compare(source, target, args.rows, args.runs)
