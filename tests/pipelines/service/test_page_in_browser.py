@@ -24,6 +24,7 @@ ANSWER = "Order 12, 二十 shoes: <b>not</b> &amp; a tag.\nBye!"
 
 @pytest.fixture(scope="module")
 def chrome():
+    expect.set_options(timeout=20_000)  # which page.set_default_timeout does not speak for
     with browser(CHROMIUM) as made:
         yield made
 
@@ -75,7 +76,7 @@ def test_an_answer_streams_in_with_a_tint_for_each_accepted_block(chrome):
 def test_stop_ends_the_answer_in_the_engine_and_keeps_what_came(chrome):
     with world(ANSWER, step=4, hold_at=3) as here, opened(chrome, here.url) as page:
         send(page, "x")
-        expect(page.locator("span.block")).to_have_count(3)
+        expect(page.locator("article span.block")).to_have_count(3)
         page.get_by_role("button", name="Stop").click()
         expect(page.get_by_text("stopped after 12 tokens in 3 passes")).to_be_visible()
         assert here.engine.any_abort.wait(20) and here.engine.ended.wait(20)
