@@ -14,10 +14,10 @@ from pipelines.service.batch_store import BatchKey
 from pipelines.service.batches import Batches
 from pipelines.service.body import parse_body, read_body
 from pipelines.service.errors import ApiError, invalid
-from pipelines.service.file_routes import configured
+from pipelines.service.file_routes import entrance
 from pipelines.service.file_upload import checked_expiry
 from pipelines.service.list_reply import list_reply, page_asked
-from pipelines.service.owner_folder import OwnerFolder, owner_folder
+from pipelines.service.owner_folder import OwnerFolder
 from pipelines.service.replies import json_reply
 from pipelines.service.service import Service
 
@@ -27,9 +27,7 @@ DEFAULT_LIST, MAX_LIST = 20, 100
 def batch_router(service: Service, batches: Batches | None) -> APIRouter:
     router = APIRouter()
 
-    def entered(http: HttpRequest) -> tuple[OwnerFolder, Batches]:
-        owner = service.authenticate(http)
-        return owner_folder(owner.name), configured(batches)
+    entered = entrance(service, batches)
 
     @router.post("/v1/batches", response_model=None)
     async def create(http: HttpRequest) -> Response:

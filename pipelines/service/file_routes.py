@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -24,9 +25,7 @@ MAX_LIST = 10_000
 def file_router(service: Service, batches: Batches | None) -> APIRouter:
     router = APIRouter()
 
-    def entered(http: HttpRequest) -> tuple[OwnerFolder, Batches]:
-        owner = service.authenticate(http)
-        return owner_folder(owner.name), configured(batches)
+    entered = entrance(service, batches)
 
     @router.post("/v1/files", response_model=None)
     async def create(http: HttpRequest) -> Response:
@@ -70,15 +69,23 @@ def file_router(service: Service, batches: Batches | None) -> APIRouter:
     return router
 
 
-def configured(batches: Batches | None) -> Batches:
-    """Raises `ApiError` 404 where the service has no place for files."""
-    if batches is None:
-        raise ApiError(
-            404,
-            "this service keeps no files and runs no batches: its config has no section batches",
-            code="batches_not_configured",
-        )
-    return batches
+def entrance(
+    service: Service, batches: Batches | None
+) -> Callable[[HttpRequest], tuple[OwnerFolder, Batches]]:
+    """Whose folder a request may use, and where. Raises `ApiError`: 401 without a key that is known, 404
+    where the service has no place for files."""
+
+    def entered(http: HttpRequest) -> tuple[OwnerFolder, Batches]:
+        owner = service.authenticate(http)
+        if batches is None:
+            raise ApiError(
+                404,
+                "this service keeps no files and runs no batches: its config has no section batches",
+                code="batches_not_configured",
+            )
+        return owner_folder(owner.name), batches
+
+    return entered
 
 
 async def found(here: Batches, owner: OwnerFolder, file_id: str) -> FileRecord:

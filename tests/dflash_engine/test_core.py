@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dflash_engine import DFlashEngine, Request, SamplingParams, loading
+from dflash_engine.blocks import BlockAllocator, IntegrityError
 from dflash_engine.config import EngineConfig
 from dflash_engine.core import EngineCore
 from dflash_engine.plan import StepOutput, StepPlan
@@ -52,6 +53,31 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LateRunner]:
     monkeypatch.setattr(loading, "Runner", build)
     monkeypatch.setattr(loading, "Scheduler", lambda **given: Scheduler(**{**given, "rounds_ahead": 1}))
     return made
+
+
+def test_an_engine_that_goes_idle_counts_its_blocks_and_does_not_walk_through_them(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With millions of tokens of KV the walk takes as long as a hundred rounds, after each lone request."""
+    core = EngineCore(EngineConfig(model=folders["model"], draft=None, **SETTINGS))
+
+    def walked(*_: object) -> None:
+        raise AssertionError("the whole pool was walked through")
+
+    monkeypatch.setattr(BlockAllocator, "check_integrity", walked)
+    for lost in (False, True):
+        core.add(core.prepare(Request(text="a", sampling=SamplingParams(max_tokens=3, ignore_eos=True))))
+        if lost:
+            core._scheduler._residency._blocks.allocate(1)
+            with pytest.raises(IntegrityError, match="1 of 256 blocks are held"):
+                _finish(core)
+        else:
+            _finish(core)
+
+
+def _finish(core: EngineCore) -> None:
+    while core.has_work:
+        core.step()
 
 
 def request(index: int, max_tokens: int = 20, **fields: Any) -> Request:

@@ -23,7 +23,7 @@ from dflash_engine.benchmarking import (
     run,
     stall,
 )
-from dflash_engine.comparison import Workload, compare
+from dflash_engine.comparison import Workload, compare, stalls
 from dflash_engine.contenders import BenchSettings, variants_of
 from dflash_engine.errors import ConfigError
 from jobs import bench_engine
@@ -274,6 +274,24 @@ def test_ttft_compares_long_prompts_one_at_a_time(capsys, model, draft):
     status, _, summary = bench(capsys, *asked)
     assert status == 0 and summary["ttft_times_plain"] > 0
     assert {(each["concurrency"], each["completion_tokens"]) for each in summary["runs"]} == {(1, 32)}
+
+
+def test_a_stall_counts_in_the_third_run_where_graphs_are_captured_in_the_second():
+    made: list[Stalling] = []
+
+    class Counted(Stalling):
+        def submit(self, prompt, max_tokens):
+            submitted.append(prompt)
+            return super().submit(prompt, max_tokens)
+
+    submitted: list[tuple[int, ...]] = []
+
+    def make(utilization: float) -> Stalling:
+        made.append(Counted())
+        return made[0]
+
+    stalls([Variant("plain", make)], [(1,), (2,)], (7,), 0.9)
+    assert len(made) == 1 and submitted.count((7,)) == 3
 
 
 def test_stall_tells_every_variants_longest_gap(capsys, model, draft):
